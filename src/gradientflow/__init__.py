@@ -1,0 +1,99 @@
+"""gradientflow: the communication backend for PyTorch data-parallel training.
+
+    import gradientflow as gf
+
+    with gf.attach(model, optimizer, "lazy") as flow:
+        for batch in data:
+            optimizer.zero_grad()
+            loss(model, batch).backward()   # returns with gradients averaged over all ranks
+            optimizer.step()
+
+Importing the package starts nothing and reads no environment; names are loaded when first used, so the
+command line does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradientflow.errors import (
+        DeadlineError,
+        DisagreementError,
+        DocumentError,
+        GradientFlowError,
+        NonFiniteError,
+        RecipeError,
+        TrainingError,
+        UsageError,
+        UserError,
+    )
+    from gradientflow.plan import Message, Plan, Slice
+    from gradientflow.profile import Profile, TensorProfile
+    from gradientflow.recipe import Recipe
+    from gradientflow.rundir import RunDirectory
+    from gradientflow.runtime.attach import attach
+    from gradientflow.runtime.flow import Flow
+    from gradientflow.sync import Sync
+    from gradientflow.trace import Span, Trace
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DeadlineError": "errors",
+    "DisagreementError": "errors",
+    "DocumentError": "errors",
+    "Flow": "runtime.flow",
+    "GradientFlowError": "errors",
+    "Message": "plan",
+    "NonFiniteError": "errors",
+    "Plan": "plan",
+    "Profile": "profile",
+    "Recipe": "recipe",
+    "RecipeError": "errors",
+    "RunDirectory": "rundir",
+    "Slice": "plan",
+    "Span": "trace",
+    "Sync": "sync",
+    "TensorProfile": "profile",
+    "Trace": "trace",
+    "TrainingError": "errors",
+    "UsageError": "errors",
+    "UserError": "errors",
+    "attach": "runtime.attach",
+}
+
+__all__ = [
+    "DeadlineError",
+    "DisagreementError",
+    "DocumentError",
+    "Flow",
+    "GradientFlowError",
+    "Message",
+    "NonFiniteError",
+    "Plan",
+    "Profile",
+    "Recipe",
+    "RecipeError",
+    "RunDirectory",
+    "Slice",
+    "Span",
+    "Sync",
+    "TensorProfile",
+    "Trace",
+    "TrainingError",
+    "UsageError",
+    "UserError",
+    "attach",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gradientflow' has no attribute {name!r}")
+    return getattr(import_module(f"gradientflow.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,106 @@
+"""Files that people write or other programs read: versioned, checked, replaced whole.
+
+A `Document` is a frozen pydantic model with a `version`. Reading a wrong file raises one line that names
+the file, the field and what was expected. Writing goes to a temporary file beside the target and is
+renamed over it, so a crash leaves the previous file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gradientflow.errors import DocumentError
+
+# Files larger than this are not ours: a plan of 10,000 tensors takes about 2 MB, a bounded trace below 64.
+MAX_NBYTES = 256 * 2**20
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Record(BaseModel):
+    """A frozen value inside a document; unknown fields are errors, not ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Document(Record):
+    """A record that is a whole file."""
+
+    version: Literal[1] = 1
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        return parse_json(cls, read_text(path), str(path))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_text(path, self.model_dump_json(indent=1) + "\n")
+
+
+def parse_json(model: type[Model], text: str, source: str) -> Model:
+    """`text` as a `model`, or a `DocumentError` that names `source`, the field and what was expected."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise DocumentError(f"{source}: {describe(error)}") from None
+
+
+def describe(error: ValidationError) -> str:
+    """The first problem in words, and how many more there are.
+
+    >>> class Port(Record):
+    ...     number: int
+    >>> try:
+    ...     Port.model_validate({"number": "x"})
+    ... except ValidationError as error:
+    ...     print(describe(error))
+    field number: input should be a valid integer, unable to parse string as an integer; found 'x'
+    """
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    where = ".".join(str(part) for part in first["loc"])
+    expected = first["msg"][:1].lower() + first["msg"][1:]
+    found = repr(first["input"])
+    if len(found) > 60:
+        found = found[:57] + "..."
+    words = f"field {where}: {expected}" if where else expected
+    if first["type"] not in ("missing", "json_invalid"):
+        words += f"; found {found}"
+    if len(problems) > 1:
+        words += f" (and {len(problems) - 1} more)"
+    return words
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file, or a `DocumentError` that says why there is none."""
+    try:
+        nbytes = os.stat(path).st_size
+        if nbytes > MAX_NBYTES:
+            raise DocumentError(f"{path}: {nbytes} bytes is more than the {MAX_NBYTES} a file of ours can hold")
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DocumentError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise DocumentError(f"{path}: expected UTF-8 text") from None
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace `path` by `text` in one step: readers see the old file or the new one, never half."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp's 0600 would hide the file from the colleagues it is written for.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise

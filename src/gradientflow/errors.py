@@ -1,0 +1,51 @@
+"""Everything gradientflow raises on purpose.
+
+    GradientFlowError
+    ├── UserError              something the caller can mend; also a ValueError
+    │   ├── DocumentError      a file that does not hold what it should
+    │   ├── RecipeError        a recipe that cannot be read, or whose parts do not fit together
+    │   └── UsageError         a call at the wrong time or with the wrong thing
+    └── TrainingError          the job cannot go on as it is; also a RuntimeError
+        ├── DisagreementError  ranks would not do the same thing; raised before anything is sent
+        ├── DeadlineError      somebody did not answer in time
+        └── NonFiniteError     an averaged gradient is inf or nan on every rank
+
+The command line turns a `UserError` into one line and exit code 2, a `TrainingError` into one line
+and exit code 1. Mistakes of our own are `assert`s.
+"""
+
+
+class GradientFlowError(Exception):
+    """Base of all errors raised here."""
+
+
+class UserError(GradientFlowError, ValueError):
+    """The caller can mend this; the message says how."""
+
+
+class DocumentError(UserError):
+    """A file is missing, is not of the expected kind, or a field in it is wrong."""
+
+
+class RecipeError(UserError):
+    """A recipe cannot be read, or asks for things that do not go together."""
+
+
+class UsageError(UserError):
+    """A call at the wrong time or with the wrong thing."""
+
+
+class TrainingError(GradientFlowError, RuntimeError):
+    """The job cannot go on as it is."""
+
+
+class DisagreementError(TrainingError):
+    """Ranks hold different models or plans; nothing was sent."""
+
+
+class DeadlineError(TrainingError):
+    """A wait ran past its deadline."""
+
+
+class NonFiniteError(TrainingError):
+    """An averaged gradient holds inf or nan; it does so on every rank alike."""

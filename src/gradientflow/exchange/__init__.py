@@ -1,0 +1,5 @@
+"""Exchanges: how a question of a codec is answered by the group."""
+
+from gradientflow.exchange.native import Native
+
+__all__ = ["Native"]

@@ -1,0 +1,115 @@
+"""What is sent, in which order: the narrow waist between planners, the runtime and the simulator.
+
+A `Plan` is an ordered tuple of messages, a message a tuple of slices of tensors. Fusion is one message
+with many slices, partition many messages with one slice each: one form for both.
+
+[Note: plan order] On a lockstep exchange every rank issues the plan's messages in the plan's order, lane
+by lane. Ranks that issue equal-shaped collectives in different orders get wrong sums and no error (Gloo,
+measured), so the order is never decided at run time; what is decided at run time is only *when*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+
+from pydantic import Field, model_validator
+
+from gradientflow.documents import Document, Record
+from gradientflow.profile import Profile
+
+
+class Slice(Record):
+    """Elements `start` to `stop` of a tensor, counted along its flattened storage."""
+
+    tensor: str
+    start: int = Field(ge=0)
+    stop: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _runs_forward(self) -> Slice:
+        if self.stop < self.start:
+            raise ValueError(f"slice of {self.tensor!r} ends at {self.stop}, before its start {self.start}")
+        return self
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Message(Record):
+    """Slices that travel together, on one lane."""
+
+    slices: tuple[Slice, ...] = Field(min_length=1)
+    lane: int = Field(default=0, ge=0)
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.slices)
+
+    @property
+    def label(self) -> str:
+        """A short name for people: the first and the last tensor.
+
+        >>> Message(slices=(Slice(tensor="fc.bias", start=0, stop=4),)).label
+        'fc.bias'
+        """
+        first, last = self.slices[0].tensor, self.slices[-1].tensor
+        return first if first == last else f"{first} .. {last}"
+
+
+class Plan(Document):
+    """Messages in the order in which they are issued."""
+
+    schedule: str
+    #: Tensor names in the order in which they lie in the gradient pool.
+    layout: tuple[str, ...]
+    messages: tuple[Message, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when both would send the same things in the same order."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+    @property
+    def num_lanes(self) -> int:
+        return 1 + max((message.lane for message in self.messages), default=0)
+
+    def sequence(self, rounds: int = 1) -> Iterator[tuple[int, int, int]]:
+        """The static (message, round, lane) sequence. A lane carries one conversation at a time, so all
+        rounds of a message come before the next message of its lane."""
+        for index, message in enumerate(self.messages):
+            for number in range(rounds):
+                yield index, number, message.lane
+
+    def on_lanes(self, num_lanes: int) -> Plan:
+        """The same messages dealt in turn over `num_lanes` lanes."""
+        messages = tuple(
+            message.model_copy(update={"lane": index % num_lanes}) for index, message in enumerate(self.messages)
+        )
+        return self.model_copy(update={"messages": messages})
+
+    def check(self, profile: Profile) -> None:
+        """Raise `ValueError` unless every element of every tensor is sent exactly once, from one pool a message."""
+        if sorted(self.layout) != sorted(profile.by_name):
+            different = sorted(set(self.layout) ^ set(profile.by_name)) or ["a tensor listed twice"]
+            raise ValueError(f"the plan and the profile hold different tensors: {', '.join(different[:5])}")
+        sent: dict[str, list[Slice]] = {name: [] for name in self.layout}
+        for index, message in enumerate(self.messages):
+            for piece in message.slices:
+                if piece.tensor not in sent:
+                    raise ValueError(f"message {index} holds an unknown tensor {piece.tensor!r}")
+                sent[piece.tensor].append(piece)
+            pools = {profile.by_name[piece.tensor].pool for piece in message.slices}
+            if len(pools) > 1:
+                raise ValueError(f"message {index} mixes pools {sorted(pools)}; a message is of one dtype and device")
+        for name, pieces in sent.items():
+            reached = 0
+            for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
+                if piece.start != reached:
+                    fault = "sent twice" if piece.start < reached else "never sent"
+                    raise ValueError(f"elements of {name!r} next to {reached} are {fault}")
+                reached = piece.stop
+            if reached != profile.by_name[name].numel:
+                raise ValueError(f"{name!r} has {profile.by_name[name].numel} elements, the plan ends at {reached}")

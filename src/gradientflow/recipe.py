@@ -1,0 +1,173 @@
+"""A recipe: exchange x schedule x codec x synchronisation, and the one grammar for writing it.
+
+    schedule[:argument] [-a2a[:lanes] | -ps] [+codec[:argument]]... [@sync[:argument]]
+
+    lazy                      fuse up to 25 MB, the process group's own all-reduce
+    lazy:4MB-a2a:1+fp16       4 MB, one lane, half precision on the wire
+    flow-ps+csc:0.1+fp16@ssp:4
+
+The same text is used in calls, on the command line and in `recipe.toml`. Reading is separate from
+judging: `Recipe.parse` accepts every sentence of the grammar, `Recipe.check` is the only place that says
+which parts exist and which fit together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from typing import Literal
+
+from pydantic import ValidationError
+
+from gradientflow.compress import CODECS, EXACT, Codec
+from gradientflow.documents import Record, describe, read_text, write_text
+from gradientflow.errors import DocumentError, RecipeError
+from gradientflow.plan import Plan
+from gradientflow.profile import Profile
+from gradientflow.schedule import SCHEDULES
+from gradientflow.sync import BSP, Sync
+
+DEFAULT = "lazy"
+EXCHANGES = ("a2a",)
+
+# Names may hold dashes (mg-wfbp); the shortest match leaves a trailing -a2a or -ps to the exchange.
+_NAME = r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*?"
+_ARGUMENT = r"[A-Za-z0-9._%]+"
+_HEAD = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?(?:-(a2a|ps)(?::({_ARGUMENT}))?)?")
+_CODEC = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?")
+
+
+class Choice(Record):
+    """A name and what was written after its colon."""
+
+    name: str
+    argument: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.argument}" if self.argument else self.name
+
+
+class Recipe(Record):
+    """The four choices.
+
+    >>> recipe = Recipe.parse("lazy+fp16")
+    >>> recipe.schedule.name, [codec.name for codec in recipe.codecs]
+    ('lazy', ['fp16'])
+    >>> str(Recipe.parse("flow-ps+csc:0.1+fp16@ssp:4"))
+    'flow-ps+csc:0.1+fp16@ssp:4'
+    """
+
+    schedule: Choice
+    exchange: Choice = Choice(name="a2a")
+    codecs: tuple[Choice, ...] = ()
+    sync: Sync = BSP
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """Read a recipe; raise `RecipeError` with what is wrong and where."""
+        body, at, sync = text.partition("@")
+        head, *codecs = body.split("+")
+        matched = _HEAD.fullmatch(head)
+        if matched is None:
+            raise _unreadable(text, f"{head!r} is not a schedule", "a name such as lazy, lazy:4MB or lazy-a2a")
+        schedule, argument, exchange, exchange_argument = matched.groups(default="")
+        return cls(
+            schedule=Choice(name=schedule, argument=argument),
+            exchange=Choice(name=exchange or "a2a", argument=exchange_argument),
+            codecs=tuple(_codec(text, codec) for codec in codecs),
+            sync=Sync.parse(sync) if at else BSP,
+        )
+
+    def __str__(self) -> str:
+        exchange = "" if self.exchange == Choice(name="a2a") else f"-{self.exchange}"
+        codecs = "".join(f"+{codec}" for codec in self.codecs)
+        sync = "" if self.sync == BSP else f"@{self.sync}"
+        return f"{self.schedule}{exchange}{codecs}{sync}"
+
+    def check(self) -> Recipe:
+        """Raise `RecipeError` unless every part exists and the parts fit together. Returns itself."""
+        if self.sync.staleness and self.exchange.name != "ps":
+            raise self._illegal(f"@{self.sync} lets workers drift apart, which needs a server", "-ps, or @bsp")
+        if self.exchange.name == "ps" and self.exchange.argument:
+            raise self._illegal("-ps takes no argument", "-ps")
+        casts = [codec.name for codec in self.codecs if codec.name in ("fp16", "bf16")]
+        if len(casts) > 1:
+            raise self._illegal(f"{' and '.join(casts)} are both wire precisions", "one of them")
+        if casts and self.codecs[-1].name != casts[0]:
+            raise self._illegal(f"+{casts[0]} must come last: it packs what the others send", "it at the end")
+        self._exists("schedule", self.schedule.name, list(SCHEDULES))
+        self._exists("exchange", self.exchange.name, list(EXCHANGES))
+        for choice in self.codecs:
+            self._exists("codec", choice.name, list(CODECS))
+        if self.sync != BSP:
+            raise self._illegal(f"@{self.sync} is not available in this version", "@bsp")
+        self.plan(Profile(tensors=()), num_lanes=1)
+        self.codec()
+        if self.exchange.argument and self.lanes(0) < 1:
+            raise self._illegal(f"{self.exchange.argument!r} is not a number of lanes", "-a2a:2")
+        return self
+
+    def plan(self, profile: Profile, num_lanes: int) -> Plan:
+        """The schedule's plan for `profile`, dealt over lanes."""
+        plan = SCHEDULES[self.schedule.name](profile, self.schedule.argument).on_lanes(num_lanes)
+        plan.check(profile)
+        return plan
+
+    def codec(self) -> Codec:
+        codecs = [CODECS[choice.name](choice.argument) for choice in self.codecs]
+        assert len(codecs) <= 1, "check() lets one through"
+        return codecs[0] if codecs else EXACT
+
+    def lanes(self, default: int) -> int:
+        """How many lanes the recipe asks for, `default` if it leaves that open."""
+        argument = self.exchange.argument
+        if not argument:
+            return default
+        return int(argument) if argument.isascii() and argument.isdigit() else 0
+
+    def _exists(self, part: str, name: str, known: list[str]) -> None:
+        if name not in known:
+            raise self._illegal(f"there is no {part} {name!r} in this version", " or ".join(known))
+
+    def _illegal(self, why: str, instead: str) -> RecipeError:
+        return RecipeError(f"recipe {str(self)!r}: {why}; use {instead}")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Recipe:
+        """A `recipe.toml`: `version = 1` and `recipe = "..."`."""
+        try:
+            file = _File.model_validate(tomllib.loads(read_text(path)))
+            return cls.parse(file.recipe)
+        except tomllib.TOMLDecodeError as error:
+            raise DocumentError(f"{path}: expected TOML; {error}") from None
+        except ValidationError as error:
+            raise DocumentError(f"{path}: {describe(error)}") from None
+        except RecipeError as error:
+            raise DocumentError(f"{path}: field recipe: {error}") from None
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_text(path, f"version = 1\nrecipe = {json.dumps(str(self))}\n")
+
+
+class _File(Record):
+    version: Literal[1]
+    recipe: str
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """A checked recipe from either form."""
+    return (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).check()
+
+
+def _codec(text: str, codec: str) -> Choice:
+    matched = _CODEC.fullmatch(codec)
+    if matched is None:
+        raise _unreadable(text, f"{codec!r} is not a codec", "a name such as +fp16 or +csc:0.1")
+    name, argument = matched.groups(default="")
+    return Choice(name=name, argument=argument)
+
+
+def _unreadable(text: str, why: str, expected: str) -> RecipeError:
+    return RecipeError(f"cannot read recipe {text!r}: {why}; expected {expected}")

@@ -1,0 +1,103 @@
+"""The run directory: what one run leaves behind, and what every later command reads.
+
+    run.json      what ran: recipe, world, versions, when
+    recipe.toml   the recipe, ready to be given to the next run
+    profile.json  the model's tensors as measured
+    plan.json     what was sent in which order
+    network.json  the workers and the backend between them; measurements, once links have been probed
+    trace-R.json  what happened on rank R (Perfetto)
+
+Rank 0 writes all but the traces. A file is replaced whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gradientflow.documents import Document
+from gradientflow.errors import DocumentError
+from gradientflow.plan import Plan
+from gradientflow.profile import Profile
+from gradientflow.recipe import Recipe
+from gradientflow.trace import Trace
+
+
+class Run(Document):
+    """`run.json`."""
+
+    recipe: str
+    world: int
+    started: str
+    gradientflow: str
+    torch: str
+    python: str = platform.python_version()
+    machine: str = platform.platform()
+
+
+class Network(Document):
+    """`network.json`: who the workers are."""
+
+    backend: str
+    #: Host name of each rank.
+    hosts: tuple[str, ...]
+
+
+class RunDirectory:
+    """Reads and writes the files above in one directory."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def create(self) -> RunDirectory:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DocumentError(f"{self.path}: cannot make the run directory; {error.strerror}") from None
+        return self
+
+    def write_run(self, run: Run, recipe: Recipe, network: Network) -> None:
+        run.write(self.path / "run.json")
+        recipe.write(self.path / "recipe.toml")
+        network.write(self.path / "network.json")
+
+    def write_plan(self, profile: Profile, plan: Plan) -> None:
+        profile.write(self.path / "profile.json")
+        plan.write(self.path / "plan.json")
+
+    def write_trace(self, trace: Trace) -> None:
+        trace.write(self.path / f"trace-{trace.rank}.json")
+
+    @property
+    def run(self) -> Run:
+        return Run.read(self.path / "run.json")
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe.read(self.path / "recipe.toml")
+
+    @property
+    def profile(self) -> Profile:
+        return Profile.read(self.path / "profile.json")
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.read(self.path / "plan.json")
+
+    @property
+    def network(self) -> Network:
+        return Network.read(self.path / "network.json")
+
+    def trace(self, rank: int) -> Trace:
+        return Trace.read(self.path / f"trace-{rank}.json")
+
+    def traced_ranks(self) -> list[int]:
+        stems = (path.stem.removeprefix("trace-") for path in self.path.glob("trace-*.json"))
+        return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def now() -> str:
+    """The time as `run.json` states it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,1 @@
+"""Runs a plan inside a real training loop."""

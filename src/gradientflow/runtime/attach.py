@@ -1,0 +1,138 @@
+"""`attach`: one line that puts a recipe under a training loop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradientflow.errors import UsageError
+from gradientflow.exchange import Native
+from gradientflow.profile import Profile
+from gradientflow.recipe import Recipe
+from gradientflow.rundir import Network, Run, RunDirectory, now
+from gradientflow.runtime.fingerprint import compare, describe_tensors
+from gradientflow.runtime.flow import Flow, trainable
+from gradientflow.runtime.plain import PlainFlow
+from gradientflow.runtime.pooled import PooledFlow
+from gradientflow.runtime.settings import SWITCH_ENV, Settings
+
+_log = logging.getLogger(__name__)
+
+#: How long a rank waits for the others before it says so. Long enough for a checkpoint on one of them.
+DEADLINE_S = 600.0
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe | str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    profile: Profile | None = None,
+    master_weights: bool = False,
+    broadcast_buffers: bool = True,
+    deadline_s: float = DEADLINE_S,
+) -> Flow:
+    """Average the gradients of `model` over all ranks, in every backward pass, as `recipe` says.
+
+    Collective: every rank calls it, with the same model and recipe. Parameters and buffers become rank 0's.
+    From then on `loss.backward()` returns with averaged gradients, as it does under DDP.
+
+    recipe: "lazy" unless said otherwise here or by `gradientflow run --recipe`; see `gradientflow.recipe`.
+    process_group: the default one unless given. Its connections are not used, only its members.
+    scaler: the loop's `GradScaler`; with it, an overflow on the fp16 wire is left for the scaler to skip.
+    profile: the model's tensors in backward order; without it the first step is observed.
+    master_weights: update fp16/bf16 parameters through float32 copies; see `gradientflow.runtime.master`.
+    broadcast_buffers: make buffers rank 0's before each training forward, as DDP does.
+    deadline_s: no wait lasts longer; then `DeadlineError`.
+    """
+    settings = Settings.from_environment()
+    chosen = settings.choose(recipe)
+    _check(model, optimizer, profile, deadline_s)
+    group = process_group or dist.group.WORLD
+    if group is None or not dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is not set up: call torch.distributed.init_process_group() first, and start the "
+            "script with torchrun or `gradientflow run`"
+        )
+    if dist.get_rank(group) < 0:
+        raise UsageError("this rank is not a member of process_group; attach on its members only")
+    # Two lanes hide one message's start-up behind the other's transfer; NCCL shares the GPU between
+    # communicators badly, so there it is one unless the recipe asks for more.
+    default_lanes = 1 if str(dist.get_backend(group)) == "nccl" else 2
+    exchange = Native(group, chosen.lanes(default_lanes), deadline_s)
+    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    statement = {"recipe": str(chosen), SWITCH_ENV: "on" if settings.on else "off"}
+    compare(exchange, statement | describe_tensors("tensor", everything))
+    exchange.broadcast(everything.values())
+    if not settings.on:
+        _log.warning("%s=off: gradients are averaged one by one after backward, '%s' is not used", SWITCH_ENV, chosen)
+        return PlainFlow(model, optimizer, exchange, broadcast_buffers=broadcast_buffers, master_weights=master_weights)
+    return PooledFlow(
+        model,
+        optimizer,
+        exchange,
+        chosen,
+        profile=profile,
+        overflow_is_handled=scaler is not None and scaler.is_enabled(),
+        run_directory=_run_directory(settings, chosen, exchange),
+        broadcast_buffers=broadcast_buffers,
+        master_weights=master_weights,
+    )
+
+
+def _check(model: nn.Module, optimizer: object, profile: Profile | None, deadline_s: float) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module as model, found {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError("the model is wrapped in DistributedDataParallel already: attach to model.module, unwrapped")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"expected a torch.optim.Optimizer as optimizer, found {type(optimizer).__name__}")
+    if deadline_s <= 0:
+        raise UsageError(f"deadline_s must be above 0, found {deadline_s}")
+    parameters = trainable(model)
+    known = set(parameters.values())
+    strangers = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and parameter not in known
+    ]
+    if strangers:
+        raise UsageError(
+            f"the optimizer holds {len(strangers)} parameters that are not the model's, the first of shape "
+            f"{strangers[0]}; their gradients would not be averaged. Build the optimizer from model.parameters()"
+        )
+    if profile is not None:
+        ours = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        theirs = {tensor.name: tensor.shape for tensor in profile.tensors}
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                raise UsageError(
+                    f"the profile is of another model: tensor {name!r} is {ours.get(name, 'not')} in the model, "
+                    f"{theirs.get(name, 'not')} in the profile"
+                )
+
+
+def _run_directory(settings: Settings, recipe: Recipe, exchange: Native) -> RunDirectory | None:
+    if settings.run_directory is None:
+        return None
+    from gradientflow import __version__
+
+    directory = RunDirectory(settings.run_directory).create()
+    hosts = tuple(str(host) for host in exchange.gather_objects(socket.gethostname()))
+    if exchange.rank == 0:
+        run = Run(
+            recipe=str(recipe),
+            world=exchange.world,
+            started=now(),
+            gradientflow=__version__,
+            torch=torch.__version__,
+        )
+        directory.write_run(run, recipe, Network(backend=exchange.backend, hosts=hosts))
+    return directory

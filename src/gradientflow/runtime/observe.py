@@ -1,0 +1,62 @@
+"""Observes what a model does in its first training steps, to fill a profile; then takes its hooks away.
+
+Forward seconds come from the modules that own parameters, their inner modules' time taken off. Nothing is
+synchronised: on an accelerator these are the times at which work was issued.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class ForwardObserver:
+    """Times the forward pass by parameter, for `num_steps` calls of `end_of_forward`."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], num_steps: int = 3) -> None:
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._remaining = num_steps
+        self._stack: list[list[float]] = []  # per running module: start, seconds spent in inner modules
+        self._latest: dict[str, float] = {}
+        #: Seconds by parameter in the last observed forward pass, keys in the order of use.
+        self.seconds: dict[str, float] = {}
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            if any(parameter in self._names for parameter in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def end_of_forward(self) -> None:
+        """One forward pass is over."""
+        if not self._handles:
+            return
+        self.seconds, self._latest = self._latest, {}
+        self._stack.clear()
+        self._remaining -= 1
+        if self._remaining == 0:
+            self.close()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self._stack.append([time.perf_counter(), 0.0])
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if not self._stack:
+            return  # the module was entered before this pass began
+        start_s, inner_s = self._stack.pop()
+        elapsed_s = time.perf_counter() - start_s
+        if self._stack:
+            self._stack[-1][1] += elapsed_s
+        owned = [parameter for parameter in module.parameters(recurse=False) if parameter in self._names]
+        numel = sum(parameter.numel() for parameter in owned) or 1
+        for parameter in owned:
+            name = self._names[parameter]
+            share_s = (elapsed_s - inner_s) * parameter.numel() / numel
+            self._latest[name] = self._latest.get(name, 0.0) + share_s

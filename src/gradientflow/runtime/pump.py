@@ -1,0 +1,172 @@
+"""The pump: issues a plan's messages lane by lane, in the plan's order, as they become ready.
+
+A lane is a queue of messages and the right to carry its head. Whoever holds that right carries one
+conversation from its first question to its last: the lane's own thread while backward runs, and the
+training thread itself once it has nothing else to do. So the last message of a step, the one nobody can
+hide, costs no hand-over between threads, and a model that fits in one message never wakes a thread.
+
+Invariant: each lane carries its messages in the order of the plan ([Note: plan order] in plan.py), one at
+a time, whatever thread does it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradientflow.compress import Codec
+from gradientflow.errors import DeadlineError
+from gradientflow.exchange import Native
+from gradientflow.plan import Plan
+from gradientflow.runtime.streams import Streams
+from gradientflow.trace import Recorder, Span
+
+
+class Pump:
+    """Carries messages over `exchange`, encoded by `codec`."""
+
+    def __init__(self, exchange: Native, codec: Codec, streams: Streams, recorder: Recorder) -> None:
+        self._exchange = exchange
+        self._codec = codec
+        self._streams = streams
+        self._recorder = recorder
+        self._step = 0
+        self._ready_s: list[float] = []
+        self._ranges: list[list[torch.Tensor]] = []
+        self._labels: list[str] = []
+        self._lane_of: list[int] = []
+        self._lanes = [_Lane(number, self._carry) for number in range(exchange.num_lanes)]
+
+    def load(self, plan: Plan, ranges: Sequence[list[torch.Tensor]]) -> None:
+        """Take a new plan. All lanes must be drained."""
+        self._ranges = list(ranges)
+        self._labels = [message.label for message in plan.messages]
+        self._lane_of = [message.lane for message in plan.messages]
+        self._ready_s = [0.0] * len(plan.messages)
+        for lane in self._lanes:
+            lane.load([index for index, number in enumerate(self._lane_of) if number == lane.number])
+
+    def begin(self, step: int) -> None:
+        """A new step: nothing is ready, every lane stands before its first message."""
+        self._step = step
+        for lane in self._lanes:
+            lane.rewind()
+
+    def ready(self, message: int, *, wake: bool = True) -> None:
+        """The message's gradients are written. `wake=False` when the caller is about to `drain` its lane."""
+        self._ready_s[message] = self._recorder.clock()
+        self._streams.mark_ready(message)
+        self._lanes[self._lane_of[message]].mark(message, wake)
+
+    def finish(self, remaining: Sequence[int]) -> None:
+        """Backward is over and `remaining` are complete too: return when everything has been carried."""
+        own = self._lane_of[remaining[-1]] if remaining else 0
+        for message in remaining:
+            self.ready(message, wake=self._lane_of[message] != own)
+        patience_s = 2 * self._exchange.deadline_s
+        for number in (own, *(lane.number for lane in self._lanes if lane.number != own)):
+            self._lanes[number].drain(patience_s)
+        self._streams.join()
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+    def _carry(self, message: int, lane: int) -> None:
+        start_s = self._recorder.clock()
+        ranges = self._ranges[message]
+        nbytes = 0
+        with torch.no_grad(), self._streams.carry(message, lane):
+            for question in self._codec.converse(ranges):
+                nbytes += sum(tensor.nbytes for tensor in question.tensors)
+                self._exchange.answer(question, lane)
+        details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
+        end_s = self._recorder.clock()
+        self._recorder.add(Span("message", self._labels[message], f"lane {lane}", start_s, end_s, self._step, details))
+
+
+class _Lane:
+    """A queue of messages, carried strictly in order by one thread at a time."""
+
+    def __init__(self, number: int, carry: Callable[[int, int], None]) -> None:
+        self.number = number
+        self._carry = carry
+        self._queue: list[int] = []
+        self._next = 0
+        self._ready: set[int] = set()
+        self._busy = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name=f"gradientflow-lane-{number}", daemon=True)
+        self._thread.start()
+
+    def load(self, queue: list[int]) -> None:
+        with self._changed:
+            assert not self._busy
+            self._queue = queue
+            self._next = len(queue)
+
+    def rewind(self) -> None:
+        with self._changed:
+            assert not self._busy and self._next == len(self._queue)
+            self._next = 0
+            self._ready.clear()
+
+    def mark(self, message: int, wake: bool) -> None:
+        with self._changed:
+            self._ready.add(message)
+            if wake and not self._busy and self._head_is_ready():
+                self._changed.notify()
+
+    def drain(self, patience_s: float) -> None:
+        """Carry what is left, or wait for the thread that is carrying; raise what went wrong."""
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._busy, patience_s):
+                    raise DeadlineError(f"lane {self.number} has not moved for {patience_s:g} s")
+                if self._error is not None:
+                    raise self._error
+                if self._next == len(self._queue):
+                    return
+                assert self._head_is_ready(), "drained before everything was ready"
+                message = self._take()
+            self._carry_taken(message)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        # A lane stuck in a dead exchange ends with the process; everything else ends now.
+        self._thread.join(timeout=1.0)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (not self._busy and self._head_is_ready()))
+                if self._closed:
+                    return
+                message = self._take()
+            self._carry_taken(message)
+            with self._changed:
+                self._changed.notify()  # someone may be draining
+
+    def _head_is_ready(self) -> bool:
+        return self._error is None and self._next < len(self._queue) and self._queue[self._next] in self._ready
+
+    def _take(self) -> int:
+        self._busy = True
+        return self._queue[self._next]
+
+    def _carry_taken(self, message: int) -> None:
+        error: BaseException | None = None
+        try:
+            self._carry(message, self.number)
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            self._busy = False
+            self._error = error
+            self._next += error is None
