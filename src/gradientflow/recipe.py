@@ -92,6 +92,8 @@ class Recipe(Record):
             raise self._illegal(f"@{self.sync} lets workers drift apart, which needs a server", "-ps, or @bsp")
         if self.exchange.name == "ps" and self.exchange.argument:
             raise self._illegal("-ps takes no argument", "-ps")
+        if self.exchange.argument and not re.fullmatch("[1-9]|1[0-6]", self.exchange.argument):
+            raise self._illegal(f"{self.exchange.argument!r} is not a number of lanes", "-a2a:1 to -a2a:16")
         casts = [codec.name for codec in self.codecs if codec.name in ("fp16", "bf16")]
         if len(casts) > 1:
             raise self._illegal(f"{' and '.join(casts)} are both wire precisions", "one of them")
@@ -105,8 +107,6 @@ class Recipe(Record):
             raise self._illegal(f"@{self.sync} is not available in this version", "@bsp")
         self.plan(Profile(tensors=()), num_lanes=1)
         self.codec()
-        if self.exchange.argument and self.lanes(0) < 1:
-            raise self._illegal(f"{self.exchange.argument!r} is not a number of lanes", "-a2a:2")
         return self
 
     def plan(self, profile: Profile, num_lanes: int) -> Plan:
@@ -120,12 +120,10 @@ class Recipe(Record):
         assert len(codecs) <= 1, "check() lets one through"
         return codecs[0] if codecs else EXACT
 
-    def lanes(self, default: int) -> int:
-        """How many lanes the recipe asks for, `default` if it leaves that open."""
-        argument = self.exchange.argument
-        if not argument:
-            return default
-        return int(argument) if argument.isascii() and argument.isdigit() else 0
+    @property
+    def lanes(self) -> int:
+        """How many lanes the recipe asks for; 0 leaves it to the exchange."""
+        return int(self.exchange.argument or 0)
 
     def _exists(self, part: str, name: str, known: list[str]) -> None:
         if name not in known:

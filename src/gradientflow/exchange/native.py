@@ -1,8 +1,8 @@
-"""The process group's own all-reduce (NCCL, Gloo, ...), on lanes.
+"""The process group's own all-reduce (NCCL, Gloo), on lanes.
 
-A lane is a process group of our own with the same members: what the user does on their group can never
-get between our messages, and small messages on one lane are not stuck behind large ones on another. One
-more such group carries control traffic (fingerprints, buffers), which may come at any time.
+A lane is a process group of our own: what the user does on their group can never get between our
+messages, and a small message on one lane is not stuck behind a large one on another. One more such group
+moves initial weights and buffers, which may come at any time.
 """
 
 from __future__ import annotations
@@ -15,91 +15,56 @@ import torch.distributed as dist
 
 from gradientflow.compress import Sum
 from gradientflow.errors import DeadlineError, TrainingError
+from gradientflow.exchange.control import Control
+from gradientflow.exchange.groups import backend_for, new_group, store_beside
 
-# Small tensors are packed up to this size before they are broadcast, larger ones go by themselves, in place.
+# Small tensors are packed up to this size before they are broadcast; larger ones go by themselves, in place.
 PACK_NBYTES = 4 * 2**20
 
 
 class Native:
-    """`num_lanes` groups beside `group`, all with its members. Constructing it is a collective call."""
+    """Lanes over the members of `group`, for tensors on `device`. Constructing it is a collective call."""
 
-    def __init__(self, group: dist.ProcessGroup, num_lanes: int, deadline_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_lanes: int, deadline_s: float) -> None:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self.backend = str(dist.get_backend(group))
+        self.backend = backend_for(group, device)
         self.deadline_s = deadline_s
+        self.num_lanes = num_lanes or _default_lanes(self.backend)
         self._timeout = datetime.timedelta(seconds=deadline_s)
-        ranks = dist.get_process_group_ranks(group)
-        self._control = self._new_group(ranks)
-        self._lanes = [self._new_group(ranks) for _ in range(num_lanes)]
-
-    @property
-    def num_lanes(self) -> int:
-        return len(self._lanes)
+        store = store_beside(group)
+        self.control = Control(dist.PrefixStore("control", store), self.rank, self.world, deadline_s)
+        self.control.gather("here", "meet the other ranks in attach()")
+        names = ["side", *(f"lane-{number}" for number in range(self.num_lanes))] if self.world > 1 else []
+        self._groups = [new_group(self.backend, store, name, self.rank, self.world, deadline_s) for name in names]
 
     def answer(self, question: Sum, lane: int) -> None:
         """Carry out a codec's question in place. Returns when the result is there (on an accelerator: when
         it is queued on the current stream)."""
         if self.world == 1:
             return
-        group = self._lanes[lane]
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in question.tensors]
-        for work in works:
+        group = self._groups[1 + lane]
+        for work in [group.allreduce([tensor]) for tensor in question.tensors]:
             self._wait(work)
 
-    def sum_control(self, tensor: torch.Tensor) -> None:
-        """Sum a small tensor in place, beside all lanes."""
-        self._wait(dist.all_reduce(tensor, group=self._control, async_op=True))
-
-    def gather_objects(self, value: object) -> list[object]:
-        """Everybody's `value`, by rank."""
-        values: list[object] = [None] * self.world
-        try:
-            dist.all_gather_object(values, value, group=self._control)
-        except RuntimeError as error:
-            raise self._explained(error) from error
-        return values
-
-    def object_of_rank_0(self, value: object) -> object:
-        """Rank 0's `value`, on every rank."""
-        values = [value]
-        try:
-            dist.broadcast_object_list(values, src=dist.get_global_rank(self._control, 0), group=self._control)
-        except RuntimeError as error:
-            raise self._explained(error) from error
-        return values[0]
-
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Rank 0's values into everybody's `tensors`, small ones packed."""
+        """Rank 0's values into everybody's `tensors`, small ones packed. Beside all lanes."""
         if self.world == 1:
             return
-        source = dist.get_global_rank(self._control, 0)
         for pack in _packs(tensors):
             # One contiguous tensor is its own pack: no copy of a large parameter.
             flat = pack[0].view(-1) if len(pack) == 1 and pack[0].is_contiguous() else _join(pack)
-            self._wait(dist.broadcast(flat, src=source, group=self._control, async_op=True))
+            self._wait(self._groups[0].broadcast(flat, 0))
             if flat.data_ptr() != pack[0].data_ptr():
                 _split(flat, pack)
 
     def close(self) -> None:
-        """Give the connections back; harmless when the user has destroyed all process groups first."""
-        groups, self._lanes = [*self._lanes, self._control], []
+        """Give the connections back."""
+        groups, self._groups = self._groups, []
         for group in groups:
-            try:
-                dist.destroy_process_group(group)
-            except (AssertionError, RuntimeError, ValueError):
-                return
+            group.shutdown()
 
-    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        try:
-            group = dist.new_group(ranks, timeout=self._timeout, backend=self.backend, use_local_synchronization=True)
-        except RuntimeError as error:
-            raise self._explained(error) from error
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-
-    def _wait(self, work: dist.Work | None) -> None:
-        assert work is not None
+    def _wait(self, work: dist.Work) -> None:
         try:
             if self.backend == "nccl":
                 # Orders the current stream behind the work. With a timeout NCCL would block this thread
@@ -108,28 +73,31 @@ class Native:
             else:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            words = str(error).strip().splitlines()[0]
+            if "timed out" in words.lower() or "timeout" in words.lower():
+                raise DeadlineError(f"no answer from the group within {self.deadline_s:g} s ({words})") from error
+            raise TrainingError(f"the group's communication failed ({words})") from error
 
-    def _explained(self, error: RuntimeError) -> TrainingError:
-        words = str(error).strip().splitlines()[0]
-        if "imed out" in words or "imeout" in words:
-            return DeadlineError(f"no answer from the group within {self.deadline_s:g} s ({words})")
-        return TrainingError(f"the group's communication failed ({words})")
+
+def _default_lanes(backend: str) -> int:
+    """Two lanes hide one message's start-up behind the other's transfer. NCCL's communicators compete for
+    the same GPU, so there it is one unless the recipe asks for more."""
+    return 1 if backend == "nccl" else 2
 
 
 def _packs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups of at most `PACK_NBYTES` on one device, or one larger tensor."""
+    """Groups of at most `PACK_NBYTES`, or one larger tensor."""
     packs: list[list[torch.Tensor]] = []
-    open_packs: dict[torch.device, list[torch.Tensor]] = {}
+    room = 0
     # Wide elements first, so that every piece of the joined bytes starts at a multiple of its own width.
     for tensor in sorted((tensor.detach() for tensor in tensors), key=lambda tensor: -tensor.itemsize):
         if not tensor.numel():
             continue
-        pack = open_packs.get(tensor.device)
-        if pack is None or sum(member.nbytes for member in pack) + tensor.nbytes > PACK_NBYTES:
-            pack = open_packs[tensor.device] = []
-            packs.append(pack)
-        pack.append(tensor)
+        if tensor.nbytes > room:
+            packs.append([])
+            room = PACK_NBYTES
+        packs[-1].append(tensor)
+        room -= tensor.nbytes
     return packs
 
 

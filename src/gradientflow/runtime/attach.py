@@ -62,13 +62,10 @@ def attach(
         )
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
-    # Two lanes hide one message's start-up behind the other's transfer; NCCL shares the GPU between
-    # communicators badly, so there it is one unless the recipe asks for more.
-    default_lanes = 1 if str(dist.get_backend(group)) == "nccl" else 2
-    exchange = Native(group, chosen.lanes(default_lanes), deadline_s)
+    exchange = Native(group, _device(model), chosen.lanes, deadline_s)
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     statement = {"recipe": str(chosen), SWITCH_ENV: "on" if settings.on else "off"}
-    compare(exchange, statement | describe_tensors("tensor", everything))
+    compare(exchange.control, statement | describe_tensors("tensor", everything))
     exchange.broadcast(everything.values())
     if not settings.on:
         _log.warning("%s=off: gradients are averaged one by one after backward, '%s' is not used", SWITCH_ENV, chosen)
@@ -84,6 +81,14 @@ def attach(
         broadcast_buffers=broadcast_buffers,
         master_weights=master_weights,
     )
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise UsageError(f"the model's parameters are on several devices ({found}); attach to a model on one")
+    return next(iter(devices), torch.device("cpu"))
 
 
 def _check(model: nn.Module, optimizer: object, profile: Profile | None, deadline_s: float) -> None:
@@ -125,7 +130,7 @@ def _run_directory(settings: Settings, recipe: Recipe, exchange: Native) -> RunD
     from gradientflow import __version__
 
     directory = RunDirectory(settings.run_directory).create()
-    hosts = tuple(str(host) for host in exchange.gather_objects(socket.gethostname()))
+    hosts = tuple(exchange.control.gather(socket.gethostname(), "learn the hosts' names"))
     if exchange.rank == 0:
         run = Run(
             recipe=str(recipe),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from gradientflow.errors import DisagreementError
-from gradientflow.exchange import Native
+from gradientflow.exchange import Control
 from gradientflow.plan import Plan
 
 _MAX_LINES = 12
@@ -32,12 +32,13 @@ def describe_plan(plan: Plan) -> dict[str, str]:
     return {"plan": f"{plan.schedule}, {len(plan.messages)} messages, digest {plan.digest}"}
 
 
-def compare(exchange: Native, fingerprint: Mapping[str, str]) -> None:
+def compare(control: Control, fingerprint: Mapping[str, str]) -> None:
     """Collective. Raise `DisagreementError`, with the same text on every rank, unless all are equal."""
-    digest = hashlib.sha256(json.dumps(list(fingerprint.items())).encode()).hexdigest()
-    if len(set(exchange.gather_objects(digest))) == 1:
+    text = json.dumps(fingerprint)
+    purpose = "compare models and plans"
+    if len(set(control.gather(hashlib.sha256(text.encode()).hexdigest(), purpose))) == 1:
         return
-    everyone = [dict(theirs) for theirs in exchange.gather_objects(list(fingerprint.items()))]  # type: ignore[call-overload]
+    everyone: list[dict[str, str]] = [json.loads(theirs) for theirs in control.gather(text, purpose)]
     lines = [line for rank, theirs in enumerate(everyone) for line in _differences(everyone[0], rank, theirs)]
     shown = lines[:_MAX_LINES]
     if len(lines) > len(shown):

@@ -30,7 +30,7 @@ class PlainFlow(Flow):
         master_weights: bool,
     ) -> None:
         super().__init__(model, optimizer, exchange, broadcast_buffers=broadcast_buffers, master_weights=master_weights)
-        compare(exchange, describe_tensors("parameter", self._parameters))
+        compare(exchange.control, describe_tensors("parameter", self._parameters))
         self._watch()
 
     @property

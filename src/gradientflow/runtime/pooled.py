@@ -67,7 +67,7 @@ class PooledFlow(Flow):
             profile = Profile(tensors=tuple(reversed(self.profile().tensors)))
         self._profile_now = profile
         plan = self._plan(profile)
-        compare(exchange, describe_tensors("parameter", self._parameters) | describe_plan(plan))
+        compare(exchange.control, describe_tensors("parameter", self._parameters) | describe_plan(plan))
         self._install(plan)
         self._watch()
 
@@ -92,7 +92,7 @@ class PooledFlow(Flow):
                 plan.check(self._profile_now)
             except ValueError as error:
                 raise UsageError(f"the state was saved for another model: {error}") from None
-            compare(self._exchange, describe_plan(plan))
+            compare(self._exchange.control, describe_plan(plan))
             self._observing = False
             self._next_plan = plan
 
@@ -114,10 +114,10 @@ class PooledFlow(Flow):
     def _agree_on_observed_plan(self) -> None:
         """Collective, at the end of the first exchanged backward pass, when every rank is here."""
         self._observing = False
-        observed = self._exchange.object_of_rank_0(self.profile().model_dump_json())
-        self._profile_now = parse_json(Profile, str(observed), "rank 0's profile")
+        observed = self._exchange.control.from_rank_0(self.profile().model_dump_json(), "hear rank 0's profile")
+        self._profile_now = parse_json(Profile, observed, "rank 0's profile")
         plan = self._plan(self._profile_now)
-        compare(self._exchange, describe_plan(plan))
+        compare(self._exchange.control, describe_plan(plan))
         if plan != self._plan_now:
             self._next_plan = plan
 
