@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import cached_property
 
 from pydantic import Field, model_validator
 
@@ -67,7 +66,7 @@ class Plan(Document):
     layout: tuple[str, ...]
     messages: tuple[Message, ...]
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Equal on two ranks exactly when both would send the same things in the same order."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
@@ -92,8 +91,9 @@ class Plan(Document):
 
     def check(self, profile: Profile) -> None:
         """Raise `ValueError` unless every element of every tensor is sent exactly once, from one pool a message."""
-        if sorted(self.layout) != sorted(profile.by_name):
-            different = sorted(set(self.layout) ^ set(profile.by_name)) or ["a tensor listed twice"]
+        tensors = profile.by_name
+        if sorted(self.layout) != sorted(tensors):
+            different = sorted(set(self.layout) ^ set(tensors)) or ["a tensor listed twice"]
             raise ValueError(f"the plan and the profile hold different tensors: {', '.join(different[:5])}")
         sent: dict[str, list[Slice]] = {name: [] for name in self.layout}
         for index, message in enumerate(self.messages):
@@ -101,7 +101,7 @@ class Plan(Document):
                 if piece.tensor not in sent:
                     raise ValueError(f"message {index} holds an unknown tensor {piece.tensor!r}")
                 sent[piece.tensor].append(piece)
-            pools = {profile.by_name[piece.tensor].pool for piece in message.slices}
+            pools = {tensors[piece.tensor].pool for piece in message.slices}
             if len(pools) > 1:
                 raise ValueError(f"message {index} mixes pools {sorted(pools)}; a message is of one dtype and device")
         for name, pieces in sent.items():
@@ -111,5 +111,5 @@ class Plan(Document):
                     fault = "sent twice" if piece.start < reached else "never sent"
                     raise ValueError(f"elements of {name!r} next to {reached} are {fault}")
                 reached = piece.stop
-            if reached != profile.by_name[name].numel:
-                raise ValueError(f"{name!r} has {profile.by_name[name].numel} elements, the plan ends at {reached}")
+            if reached != tensors[name].numel:
+                raise ValueError(f"{name!r} has {tensors[name].numel} elements, the plan ends at {reached}")

@@ -7,7 +7,6 @@ Seconds are per iteration on one worker; 0 means not measured, and schedules tha
 from __future__ import annotations
 
 import math
-from functools import cached_property
 
 import torch
 from pydantic import Field, field_validator
@@ -47,11 +46,11 @@ class TensorProfile(Record):
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(name=name, shape=tuple(tensor.shape), dtype=dtype, device=str(tensor.device))
 
-    @cached_property
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         return self.numel * self.torch_dtype.itemsize
 
@@ -84,7 +83,7 @@ class Profile(Document):
             seen.add(tensor.name)
         return tensors
 
-    @cached_property
+    @property
     def by_name(self) -> dict[str, TensorProfile]:
         return {tensor.name: tensor for tensor in self.tensors}
 

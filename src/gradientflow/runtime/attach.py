@@ -11,13 +11,14 @@ from torch import nn
 
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Native
+from gradientflow.plan import Plan
 from gradientflow.profile import Profile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import Network, Run, RunDirectory, now
-from gradientflow.runtime.fingerprint import compare, describe_tensors
+from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import Flow, trainable
 from gradientflow.runtime.plain import PlainFlow
-from gradientflow.runtime.pooled import PooledFlow
+from gradientflow.runtime.pooled import PooledFlow, in_order_of_registration
 from gradientflow.runtime.settings import SWITCH_ENV, Settings
 
 _log = logging.getLogger(__name__)
@@ -63,24 +64,36 @@ def attach(
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
     exchange = Native(group, _device(model), chosen.lanes, deadline_s)
+    try:
+        plan = chosen.plan(profile or in_order_of_registration(model), exchange.num_lanes)
+        _compare(model, chosen, plan, settings, exchange)
+        exchange.broadcast([*model.parameters(), *model.buffers()])
+        if not settings.on:
+            _log.warning("%s=off: gradients are averaged one by one after backward, not as '%s'", SWITCH_ENV, chosen)
+            return PlainFlow(model, optimizer, exchange, broadcast_buffers, master_weights)
+        return PooledFlow(
+            model,
+            optimizer,
+            exchange,
+            chosen,
+            plan,
+            observe=profile is None,
+            overflow_is_handled=scaler is not None and scaler.is_enabled(),
+            run_directory=_run_directory(settings, chosen, exchange),
+            broadcast_buffers=broadcast_buffers,
+            master_weights=master_weights,
+        )
+    except BaseException:
+        exchange.close()
+        raise
+
+
+def _compare(model: nn.Module, recipe: Recipe, plan: Plan, settings: Settings, exchange: Native) -> None:
+    """Raise on every rank unless all hold the same tensors and would send the same plan."""
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    statement = {"recipe": str(chosen), SWITCH_ENV: "on" if settings.on else "off"}
-    compare(exchange.control, statement | describe_tensors("tensor", everything))
-    exchange.broadcast(everything.values())
-    if not settings.on:
-        _log.warning("%s=off: gradients are averaged one by one after backward, '%s' is not used", SWITCH_ENV, chosen)
-        return PlainFlow(model, optimizer, exchange, broadcast_buffers=broadcast_buffers, master_weights=master_weights)
-    return PooledFlow(
-        model,
-        optimizer,
-        exchange,
-        chosen,
-        profile=profile,
-        overflow_is_handled=scaler is not None and scaler.is_enabled(),
-        run_directory=_run_directory(settings, chosen, exchange),
-        broadcast_buffers=broadcast_buffers,
-        master_weights=master_weights,
-    )
+    statement = {"recipe": str(recipe), SWITCH_ENV: "on" if settings.on else "off"}
+    tensors = describe_tensors("tensor", everything) | describe_tensors("trainable", trainable(model))
+    compare(exchange.control, statement | tensors | describe_plan(plan))
 
 
 def _device(model: nn.Module) -> torch.device:

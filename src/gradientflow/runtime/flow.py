@@ -50,7 +50,6 @@ class Flow(ABC):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         exchange: Native,
-        *,
         broadcast_buffers: bool,
         master_weights: bool,
     ) -> None:
@@ -232,6 +231,7 @@ class Flow(ABC):
             self._finish(missing)
         except BaseException as error:
             self._broken = self._explain(error)
+            self._abandon()
             if self._broken is error or not isinstance(error, Exception):
                 raise
             raise self._broken from error
@@ -246,6 +246,10 @@ class Flow(ABC):
         self._local_only = False
         self._step += 1
         self._judge()
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """The exchange of this step failed: let go of memory that it may still write to."""
 
     def _judge(self) -> None:  # noqa: B027
         """The step is finished and the flow ready for the next; raise if its result must not be used."""

@@ -14,7 +14,6 @@ from torch import nn
 from gradientflow.compress import Sum
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
-from gradientflow.runtime.fingerprint import compare, describe_tensors
 from gradientflow.runtime.flow import Flow, Memory
 from gradientflow.schedule import wfbp
 
@@ -25,12 +24,10 @@ class PlainFlow(Flow):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         exchange: Native,
-        *,
         broadcast_buffers: bool,
         master_weights: bool,
     ) -> None:
-        super().__init__(model, optimizer, exchange, broadcast_buffers=broadcast_buffers, master_weights=master_weights)
-        compare(exchange.control, describe_tensors("parameter", self._parameters))
+        super().__init__(model, optimizer, exchange, broadcast_buffers, master_weights)
         self._watch()
 
     @property
@@ -65,3 +62,7 @@ class PlainFlow(Flow):
             with torch.no_grad():
                 parameter.grad.mul_(1.0 / self._exchange.world)
             self._exchange.answer(Sum([parameter.grad]), lane=0)
+
+    def _abandon(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None

@@ -12,19 +12,19 @@ from gradientflow.documents import parse_json
 from gradientflow.errors import NonFiniteError, UsageError
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile
+from gradientflow.profile import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import RunDirectory
-from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
-from gradientflow.runtime.flow import Flow, Memory
+from gradientflow.runtime.fingerprint import compare, describe_plan
+from gradientflow.runtime.flow import Flow, Memory, trainable
 from gradientflow.runtime.pool import Pool
 from gradientflow.runtime.pump import Pump
 from gradientflow.runtime.streams import streams_for
 
 
 class PooledFlow(Flow):
-    """Runs `recipe`. Without a profile, the first step runs in the reverse order of registration and the
-    plan is made anew from what that step showed on rank 0."""
+    """Runs `recipe`, beginning with `plan`. If it is to `observe`, the first step shows in which order
+    backward really yields gradients, and the plan is made anew from what rank 0 saw."""
 
     def __init__(
         self,
@@ -32,29 +32,24 @@ class PooledFlow(Flow):
         optimizer: torch.optim.Optimizer,
         exchange: Native,
         recipe: Recipe,
+        plan: Plan,
         *,
-        profile: Profile | None,
+        observe: bool,
         overflow_is_handled: bool,
         run_directory: RunDirectory | None,
         broadcast_buffers: bool,
         master_weights: bool,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            exchange,
-            broadcast_buffers=broadcast_buffers,
-            master_weights=master_weights,
-        )
+        super().__init__(model, optimizer, exchange, broadcast_buffers, master_weights)
         self.recipe = recipe
-        self._codec = recipe.codec()
-        self._raise_on_overflow = self._codec.can_overflow and not overflow_is_handled
+        codec = recipe.codec()
+        self._raise_on_overflow = codec.can_overflow and not overflow_is_handled
         self._run_directory = run_directory
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
-        self._pump = Pump(exchange, self._codec, streams_for(device, exchange.num_lanes), self._recorder)
+        self._pump = Pump(exchange, codec, streams_for(device, exchange.num_lanes), self._recorder)
 
         # - The plan, and what follows from it. Hooks hold on to the lists, so they are changed in place.
-        self._observing = profile is None
+        self._observing = observe
         self._next_plan: Plan | None = None
         self._pool: Pool | None = None
         self._views: list[torch.Tensor] = []
@@ -62,12 +57,6 @@ class PooledFlow(Flow):
         self._messages_of: list[tuple[int, ...]] = []
         self._num_missing: list[int] = []  # per message: gradients that have not arrived
         self._num_tensors: list[int] = []  # its value at the start of a step
-
-        if profile is None:
-            profile = Profile(tensors=tuple(reversed(self.profile().tensors)))
-        self._profile_now = profile
-        plan = self._plan(profile)
-        compare(exchange.control, describe_tensors("parameter", self._parameters) | describe_plan(plan))
         self._install(plan)
         self._watch()
 
@@ -89,7 +78,7 @@ class PooledFlow(Flow):
         if state.get("recipe") == str(self.recipe):
             plan = parse_json(Plan, state["plan"], "the saved plan")
             try:
-                plan.check(self._profile_now)
+                plan.check(self.profile())
             except ValueError as error:
                 raise UsageError(f"the state was saved for another model: {error}") from None
             compare(self._exchange.control, describe_plan(plan))
@@ -108,18 +97,17 @@ class PooledFlow(Flow):
 
     # - Planning
 
-    def _plan(self, profile: Profile) -> Plan:
-        return self.recipe.plan(profile, self._exchange.num_lanes)
-
     def _agree_on_observed_plan(self) -> None:
         """Collective, at the end of the first exchanged backward pass, when every rank is here."""
         self._observing = False
-        observed = self._exchange.control.from_rank_0(self.profile().model_dump_json(), "hear rank 0's profile")
-        self._profile_now = parse_json(Profile, observed, "rank 0's profile")
-        plan = self._plan(self._profile_now)
+        text = self._exchange.control.from_rank_0(self.profile().model_dump_json(), "hear rank 0's profile")
+        observed = parse_json(Profile, text, "rank 0's profile")
+        plan = self.recipe.plan(observed, self._exchange.num_lanes)
         compare(self._exchange.control, describe_plan(plan))
         if plan != self._plan_now:
             self._next_plan = plan
+        if self._run_directory is not None and self._exchange.rank == 0:
+            self._run_directory.write_plan(observed, plan)
 
     def _install(self, plan: Plan) -> None:
         """Lay the pool out anew. Gradients that live in the old one move over."""
@@ -131,9 +119,9 @@ class PooledFlow(Flow):
         for name in living:
             self._parameters[name].grad = None
         # The old pool goes before the new one comes: two at once would double the memory.
-        self._pool = None
         self._views.clear()
-        self._pump.load(plan, [])
+        self._pump.unload()
+        self._pool = None
         self._plan_now = plan
         pool = self._pool = Pool(plan, self._parameters)
         self._views += [pool.views[name] for name in self._names]
@@ -226,11 +214,14 @@ class PooledFlow(Flow):
                 parameter.grad = view
         return absent
 
+    def _abandon(self) -> None:
+        for parameter, view in zip(self._parameters.values(), self._views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = None
+
     def _judge(self) -> None:
         if self._observing:
             self._agree_on_observed_plan()
-            if self._run_directory is not None and self._exchange.rank == 0:
-                self._run_directory.write_plan(self._profile_now, self._next_plan or self._plan_now)
         if self._raise_on_overflow:
             self._refuse_overflow()
 
@@ -244,6 +235,12 @@ class PooledFlow(Flow):
                 "on every rank; fp16 on the wire ends at 65504: use +bf16, or attach(..., scaler=...) and let the "
                 "scaler skip such steps"
             )
+
+
+def in_order_of_registration(model: nn.Module) -> Profile:
+    """A first guess: backward yields gradients in the reverse of the order in which layers were made."""
+    tensors = [TensorProfile.of(name, parameter) for name, parameter in trainable(model).items()]
+    return Profile(tensors=tuple(reversed(tensors)))
 
 
 def _scale(parameter: torch.Tensor, world: int) -> torch.Tensor | float:

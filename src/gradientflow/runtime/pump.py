@@ -3,7 +3,7 @@
 A lane is a queue of messages and the right to carry its head. Whoever holds that right carries one
 conversation from its first question to its last: the lane's own thread while backward runs, and the
 training thread itself once it has nothing else to do. So the last message of a step, the one nobody can
-hide, costs no hand-over between threads, and a model that fits in one message never wakes a thread.
+hide, costs no hand-over between threads, and a model that fits in one message never starts a thread.
 
 Invariant: each lane carries its messages in the order of the plan ([Note: plan order] in plan.py), one at
 a time, whatever thread does it.
@@ -47,6 +47,10 @@ class Pump:
         self._ready_s = [0.0] * len(plan.messages)
         for lane in self._lanes:
             lane.load([index for index, number in enumerate(self._lane_of) if number == lane.number])
+
+    def unload(self) -> None:
+        """Let go of the memory of the old plan."""
+        self._ranges.clear()
 
     def begin(self, step: int) -> None:
         """A new step: nothing is ready, every lane stands before its first message."""
@@ -100,8 +104,7 @@ class _Lane:
         self._closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name=f"gradientflow-lane-{number}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # started when there is something to overlap
 
     def load(self, queue: list[int]) -> None:
         with self._changed:
@@ -118,7 +121,11 @@ class _Lane:
     def mark(self, message: int, wake: bool) -> None:
         with self._changed:
             self._ready.add(message)
-            if wake and not self._busy and self._head_is_ready():
+            if wake and self._thread is None:
+                name = f"gradientflow-lane-{self.number}"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._thread.start()
+            elif wake and not self._busy and self._head_is_ready():
                 self._changed.notify()
 
     def drain(self, patience_s: float) -> None:
@@ -140,7 +147,8 @@ class _Lane:
             self._closed = True
             self._changed.notify_all()
         # A lane stuck in a dead exchange ends with the process; everything else ends now.
-        self._thread.join(timeout=1.0)
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
 
     def _work(self) -> None:
         while True:

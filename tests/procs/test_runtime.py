@@ -1,0 +1,629 @@
+"""The runtime's behaviour beyond plain training, with real processes; DDP is the judge where it has an opinion."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gradientflow as gf
+from gradientflow.profile import Profile, TensorProfile
+from helpers import RankFailed, run_ranks
+from models import build, loss_of
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), f"{name}: {a.grad} against {b.grad}"
+        if a.grad is not None:
+            assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7), name
+
+
+def beside_ddp(
+    make: Callable[[], nn.Module], step: Callable, steps: int = 4, recipe: str = "lazy", **ddp_options: object
+) -> None:
+    """Train `make()` under DDP and under `recipe` with the same `step(model, number, quiet)`; compare gradients.
+
+    `quiet` is the context manager in which backward does not exchange.
+    """
+    torch.manual_seed(0)
+    theirs = make()
+    torch.manual_seed(0)
+    ours = make()
+    ddp, their_optimizer, our_optimizer = DistributedDataParallel(theirs, **ddp_options), sgd(theirs), sgd(ours)
+    with gf.attach(ours, our_optimizer, recipe) as flow:
+        for number in range(steps):
+            their_optimizer.zero_grad()
+            our_optimizer.zero_grad()
+            step(ddp, number, ddp.no_sync)
+            step(ours, number, flow.no_sync)
+            assert_same_gradients(ours, theirs)
+            their_optimizer.step()
+            our_optimizer.step()
+
+
+# - Accumulation
+
+
+def accumulate(model: nn.Module, number: int, quiet: Callable) -> None:
+    for part in range(3):
+        with quiet() if part < 2 else contextlib.nullcontext():
+            loss_of(model, "cnn", dist.get_rank(), 10 * number + part).backward()
+
+
+def without_quiet(model: nn.Module, number: int, quiet: Callable) -> None:
+    for part in range(3):
+        loss_of(model, "cnn", dist.get_rank(), 10 * number + part).backward()
+
+
+@pytest.mark.parametrize("step", [accumulate, without_quiet])
+@pytest.mark.parametrize("recipe", ["wfbp", "lazy:50KB"])
+def test_accumulation_equals_ddp(step: Callable, recipe: str) -> None:
+    run_ranks(2, _accumulation, step, recipe)
+
+
+def _accumulation(step: Callable, recipe: str) -> None:
+    beside_ddp(_cnn, step, recipe=recipe)
+
+
+def _cnn() -> nn.Module:
+    return build("cnn", large=False)
+
+
+def test_gradients_kept_as_zeros_or_dropped_are_the_same() -> None:
+    run_ranks(2, _zeroing)
+
+
+def _zeroing() -> None:
+    results = []
+    for set_to_none in (True, False):
+        model = build("mlp", large=False)
+        optimizer = sgd(model)
+        with gf.attach(model, optimizer, "lazy:5KB"):
+            for step in range(5):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss_of(model, "mlp", dist.get_rank(), step).backward()
+                optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_stepping_with_gradients_that_never_travelled_is_refused() -> None:
+    run_ranks(2, _step_in_no_sync)
+
+
+def _step_in_no_sync() -> None:
+    model = build("mlp", large=False)
+    optimizer = sgd(model)
+    with gf.attach(model, optimizer) as flow:
+        with flow.no_sync():
+            loss_of(model, "mlp", dist.get_rank(), 0).backward()
+        with pytest.raises(gf.UsageError, match="outside no_sync"):
+            optimizer.step()
+        loss_of(model, "mlp", dist.get_rank(), 1).backward()
+        optimizer.step()
+
+
+# - Models that do not use everything
+
+
+class Branches(nn.Module):
+    """Uses one of its branches, both, or none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
+        x = self.stem(x)
+        for letter in use:
+            x = (self.left if letter == "l" else self.right)(x)
+        return x
+
+
+USES = [("l", "r"), ("lr", ""), ("", ""), ("r", "r"), ("l", "lr")]  # by step, then by rank
+
+
+def use_branches(model: nn.Module, number: int, quiet: Callable) -> None:
+    torch.manual_seed(number + dist.get_rank())
+    model(torch.randn(4, 8), USES[number][dist.get_rank()]).square().sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["bsp", "wfbp", "lazy"])
+def test_unused_parameters_that_differ_by_rank_and_step(recipe: str) -> None:
+    run_ranks(2, _branches, recipe)
+
+
+def _branches(recipe: str) -> None:
+    beside_ddp(Branches, use_branches, len(USES), recipe, find_unused_parameters=True)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(x)))
+
+
+def use_tied(model: nn.Module, number: int, quiet: Callable) -> None:
+    torch.manual_seed(number + dist.get_rank())
+    model(torch.randint(20, (6,))).square().mean().backward()
+
+
+class Mixed(nn.Module):
+    """Two dtypes, a frozen layer, a scalar, an empty tensor, channels_last weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.wide = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).mean((2, 3)) * self.scale + self.empty.sum()
+        return self.wide(self.frozen(x).double())
+
+
+def use_mixed(model: nn.Module, number: int, quiet: Callable) -> None:
+    torch.manual_seed(number + dist.get_rank())
+    model(torch.randn(2, 3, 6, 6)).square().sum().backward()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def use_checkpointed(model: nn.Module, number: int, quiet: Callable) -> None:
+    torch.manual_seed(number + dist.get_rank())
+    model(torch.randn(2, 8)).square().sum().backward()
+
+
+def _checkpointed_reentrant() -> nn.Module:
+    return Checkpointed(True)
+
+
+def _checkpointed() -> nn.Module:
+    return Checkpointed(False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (Tied, use_tied),
+        (Mixed, use_mixed),
+        (_checkpointed, use_checkpointed),
+        (_checkpointed_reentrant, use_checkpointed),
+    ],
+)
+def test_unusual_models_equal_ddp(world: int, make: Callable, step: Callable) -> None:
+    run_ranks(world, _unusual, make, step)
+
+
+def _unusual(make: Callable, step: Callable) -> None:
+    for recipe in ("wfbp", "lazy:100B", "lazy"):
+        beside_ddp(make, step, recipe=recipe)
+
+
+def test_gradients_are_views_of_one_pool_with_the_parameters_strides() -> None:
+    run_ranks(2, _views)
+
+
+def _views() -> None:
+    model = Mixed()
+    optimizer = sgd(model)
+    with gf.attach(model, optimizer) as flow:
+        for step in range(3):  # the pool is laid out anew after the first
+            use_mixed(model, step, flow.no_sync)
+            optimizer.zero_grad()
+        use_mixed(model, 9, flow.no_sync)
+        storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None and p.numel()}
+        assert len(storages) == 2, "one float32 pool, one float64 pool"
+        assert model.conv.weight.grad.stride() == model.conv.weight.stride()
+        numel32, numel64 = model.conv.weight.numel() + 4 + 1, 2 * 4 + 2
+        presence = 4 * 4 + 2 * 8  # one element a tensor
+        assert flow.memory().pool == numel32 * 4 + numel64 * 8 + presence
+
+
+def test_the_pool_follows_the_order_of_backward() -> None:
+    run_ranks(2, _order)
+
+
+class Backwards(nn.Module):
+    """Registers its layers in the opposite order of use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def _order() -> None:
+    model = Backwards()
+    optimizer = sgd(model)
+    with gf.attach(model, optimizer, "wfbp") as flow:
+        assert flow.plan.layout[0].startswith("first")
+        for step in range(2):
+            use_checkpointed(model, step, flow.no_sync)
+        assert [name.split(".")[0] for name in flow.plan.layout] == ["last", "last", "first", "first"]
+        profile = flow.profile()
+        assert [tensor.name for tensor in profile.tensors] == list(flow.plan.layout)
+        assert profile.forward_s > 0 and profile.backward_s > 0
+        order = {tensor.name: tensor.forward_order for tensor in profile.tensors}
+        assert order["first.weight"] < order["last.weight"]
+        # Gradients that are alive when the pool is laid out anew move along.
+    model = Backwards()
+    with gf.attach(model, sgd(model), "wfbp"):
+        use_checkpointed(model, 0, contextlib.nullcontext)
+        first = gradients(model)
+        use_checkpointed(model, 0, contextlib.nullcontext)
+        for a, b in zip(gradients(model), first, strict=True):
+            assert torch.allclose(a, 2 * b)
+
+
+# - Precision
+
+
+@pytest.mark.parametrize("recipe", ["lazy+fp16", "lazy+bf16", "wfbp+fp16"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_half_precision_on_the_wire_is_close_and_alike(world: int, recipe: str) -> None:
+    results = run_ranks(world, _half_on_wire, recipe)
+    for theirs in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], theirs, strict=True))
+
+
+def _half_on_wire(recipe: str) -> list[torch.Tensor]:
+    exact, model = build("cnn", large=False), build("cnn", large=False)
+    with gf.attach(exact, sgd(exact), "lazy"):
+        loss_of(exact, "cnn", dist.get_rank(), 0).backward()
+    with gf.attach(model, sgd(model), recipe):
+        loss_of(model, "cnn", dist.get_rank(), 0).backward()
+    for a, b in zip(gradients(model), gradients(exact), strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() <= 0.01 * b.norm()
+    return gradients(model)
+
+
+def test_an_fp16_overflow_without_a_scaler_raises_on_all_ranks_and_does_not_break_the_flow() -> None:
+    run_ranks(2, _overflow)
+
+
+def _overflow() -> None:
+    model = build("mlp", large=False)
+    optimizer = sgd(model)
+    with gf.attach(model, optimizer, "lazy+fp16") as flow:
+        factor = 1e8 if dist.get_rank() == 1 else 1.0
+        with pytest.raises(gf.NonFiniteError, match="65504"):
+            (factor * loss_of(model, "mlp", dist.get_rank(), 0)).backward()
+        optimizer.zero_grad()
+        loss_of(model, "mlp", dist.get_rank(), 1).backward()
+        optimizer.step()
+        assert flow.step == 2
+
+
+@pytest.mark.parametrize("recipe", ["lazy", "lazy+fp16"])
+def test_an_overflow_on_one_rank_is_skipped_by_all(recipe: str) -> None:
+    results = run_ranks(3, _scaled, recipe)
+    assert all(theirs == results[0] for theirs in results)
+    taken, scales = results[0]
+    assert taken == [True, False, True, True]
+    assert scales[1] == scales[0] / 2
+
+
+def _scaled(recipe: str) -> tuple[list[bool], list[float]]:
+    model = build("mlp", large=False)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    taken, scales = [], []
+    with gf.attach(model, optimizer, recipe, scaler=scaler):
+        for step in range(4):
+            optimizer.zero_grad()
+            before = [p.detach().clone() for p in model.parameters()]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, "mlp", dist.get_rank(), step)
+            if step == 1 and dist.get_rank() == 2:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            taken.append(not all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True)))
+            scales.append(scaler.get_scale())
+    return taken, scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_master_weights_train_what_half_precision_would_lose(dtype: torch.dtype) -> None:
+    run_ranks(2, _master, dtype)
+
+
+def _master(dtype: torch.dtype) -> None:
+    """Updates far below half precision's resolution: without masters nothing would move."""
+    results = {}
+    for master in (True, False):
+        model = nn.Linear(4, 4, bias=False)
+        nn.init.ones_(model.weight)
+        model.to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with gf.attach(model, optimizer, "lazy", scaler=scaler, master_weights=master) as flow:
+            for _ in range(200):
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 4, dtype=dtype)).float().sum()
+                if master:
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    loss.backward()
+                    optimizer.step()
+            results[master] = float(model.weight.detach().float().mean())
+            if master:
+                state = flow.state_dict()["master_weights"]
+                assert state["weight"].dtype == torch.float32
+                assert flow.memory().master_weights == 16 * 4
+        assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert results[False] == 1.0
+    assert results[True] == pytest.approx(1.0 - 200 * 1e-4, abs=2e-3)
+
+
+# - Ranks that would not do the same thing
+
+
+def test_a_different_shape_is_reported_on_every_rank_with_rank_and_name() -> None:
+    texts = run_ranks(3, _different_shape)
+    assert len(set(texts)) == 1
+    assert (
+        "rank 2, tensor 1.bias: expected torch.float32 [7] at 3 (as on rank 0), found torch.float32 [9] at 3"
+        in texts[0]
+    )
+
+
+def _different_shape() -> str:
+    width = 9 if dist.get_rank() == 2 else 7
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, width))
+    with pytest.raises(gf.DisagreementError) as caught:
+        gf.attach(model, sgd(model))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("difference", ["recipe", "order", "dtype", "frozen", "profile"])
+def test_any_difference_is_reported_on_every_rank(difference: str) -> None:
+    for text in run_ranks(2, _different, difference):
+        assert "rank 1, " in text
+
+
+def _different(difference: str) -> str:
+    other = dist.get_rank() == 1
+    layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    model: nn.Module = nn.ModuleDict(dict(reversed(layers.items())) if other and difference == "order" else layers)
+    if other and difference == "dtype":
+        model = model.double()
+    if other and difference == "frozen":
+        model["a"].requires_grad_(False)
+    profile = None
+    if difference == "profile":
+        tensors = tuple(TensorProfile.of(name, p) for name, p in model.named_parameters())
+        profile = Profile(tensors=tensors[::-1] if other else tensors)
+    recipe = "wfbp" if other and difference == "recipe" else "lazy"
+    with pytest.raises(gf.DisagreementError) as caught:
+        gf.attach(model, sgd(model), recipe, profile=profile)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_attaches_is_named() -> None:
+    texts = run_ranks(3, _never_attaches)
+    assert "nothing came from rank 1" in texts[0] and "nothing came from rank 1" in texts[2]
+
+
+def _never_attaches() -> str:
+    if dist.get_rank() == 1:
+        return ""
+    model = nn.Linear(2, 2)
+    with pytest.raises(gf.DeadlineError) as caught:
+        gf.attach(model, sgd(model), deadline_s=2.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_skips_a_step_runs_into_the_deadline_and_the_flow_stays_broken() -> None:
+    run_ranks(2, _skips)
+
+
+def _skips() -> None:
+    model = build("mlp", large=False)
+    optimizer = sgd(model)
+    flow = gf.attach(model, optimizer, deadline_s=2.0)
+    loss_of(model, "mlp", dist.get_rank(), 0).backward()
+    if dist.get_rank() == 0:
+        with pytest.raises(gf.DeadlineError, match="rank 0 of 2, step 1"):
+            loss_of(model, "mlp", 0, 1).backward()
+        assert all(p.grad is None for p in model.parameters()), "memory of an abandoned operation must not be used"
+        with pytest.raises(gf.TrainingError, match="broke down before"):
+            loss_of(model, "mlp", 0, 2).backward()
+    dist.barrier()  # rank 1 is alive and connected, but did not take part
+    flow.close()
+    flow.close()
+
+
+# - Where it is attached
+
+
+def test_two_flows_in_one_process_and_on_a_group_of_their_own() -> None:
+    run_ranks(4, _subgroups)
+
+
+def _subgroups() -> None:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = pairs[dist.get_rank() % 2]
+    seed = dist.get_rank() % 2
+    models = [nn.Linear(3, 3), nn.Linear(4, 4)]
+    for _ in range(2):  # lanes are made anew each time
+        with gf.attach(models[0], sgd(models[0]), "lazy", group), gf.attach(models[1], sgd(models[1]), "wfbp"):
+            for model, width in zip(models, (3, 4), strict=True):
+                model.zero_grad()
+                model(torch.full((1, width), float(dist.get_rank()))).sum().backward()
+        assert torch.equal(models[0].weight.grad, torch.full((3, 3), seed + 1.0))
+        assert torch.equal(models[1].weight.grad, torch.full((4, 4), 1.5))
+
+
+def test_the_users_own_collectives_do_not_get_between_ours() -> None:
+    run_ranks(2, _own_collectives)
+
+
+def _own_collectives() -> None:
+    """Equal-shaped all-reduces on the user's group, from a thread of its own, in the middle of backward."""
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = sgd(model, lr=0.0)
+    totals: list[float] = []
+
+    def chatter() -> None:
+        for _ in range(50):
+            values = torch.full((64 + 1,), 7.0)
+            dist.all_reduce(values)
+            totals.append(float(values.mean()))
+
+    with gf.attach(model, optimizer, "lazy"):
+        thread = threading.Thread(target=chatter)
+        thread.start()
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(torch.full((1, 8), 1.0 + dist.get_rank())).sum().backward()
+            assert torch.equal(model.weight.grad, torch.full((8, 8), 1.5))
+        thread.join()
+    assert totals == [14.0] * 50
+
+
+def test_close_takes_everything_away() -> None:
+    run_ranks(2, _close)
+
+
+def _close() -> None:
+    model = build("cnn", large=False)
+    optimizer = sgd(model)
+    flow = gf.attach(model, optimizer)
+    loss_of(model, "cnn", dist.get_rank(), 0).backward()
+    flow.close()
+    flow.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gradientflow")]
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    optimizer.zero_grad()
+    loss_of(model, "cnn", dist.get_rank(), 1).backward()  # local again
+    mine = [torch.empty_like(model.head[0].weight) for _ in range(2)]
+    dist.all_gather(mine, model.head[0].weight.grad)
+    assert not torch.equal(*mine)
+
+
+def test_off_gives_the_same_average() -> None:
+    run_ranks(3, _off)
+
+
+def _off() -> None:
+    os.environ["GRADIENTFLOW"] = "off"
+    for make, step, options in [
+        (_cnn, accumulate, {}),
+        (Mixed, use_mixed, {}),
+        (_checkpointed_reentrant, use_checkpointed, {}),
+    ]:
+        beside_ddp(make, step, **options)
+
+
+def test_the_group_may_be_destroyed_first() -> None:
+    run_ranks(2, _destroyed_first)
+
+
+def _destroyed_first() -> None:
+    model = nn.Linear(3, 3)
+    flow = gf.attach(model, sgd(model))
+    model(torch.ones(1, 3)).sum().backward()
+    dist.destroy_process_group()
+    flow.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the helper to destroy
+
+
+def test_a_plan_given_by_a_profile_is_used_from_the_first_step() -> None:
+    run_ranks(2, _given_profile)
+
+
+def _given_profile() -> None:
+    model = Backwards()
+    names = ["last.bias", "last.weight", "first.bias", "first.weight"]
+    parameters = dict(model.named_parameters())
+    profile = Profile(tensors=tuple(TensorProfile.of(name, parameters[name]) for name in names))
+    with gf.attach(model, sgd(model), "wfbp", profile=profile) as flow:
+        assert list(flow.plan.layout) == names
+        use_checkpointed(model, 0, flow.no_sync)
+        trace = flow.trace()
+        assert [span.name for span in sorted(trace.of_kind("message"), key=lambda s: s.args["message"])] == names
+        assert {span.name: span.args["nbytes"] for span in trace.of_kind("message")}["last.bias"] == 8 * 4
+    with pytest.raises(gf.UsageError, match="of another model"):
+        gf.attach(other := nn.Linear(2, 2), sgd(other), "wfbp", profile=profile)
+
+
+def test_state_pins_the_plan_and_the_step() -> None:
+    run_ranks(2, _state)
+
+
+def _state() -> None:
+    model = Backwards()
+    with gf.attach(model, sgd(model), "wfbp") as flow:
+        for step in range(3):
+            use_checkpointed(model, step, flow.no_sync)
+        state, plan = flow.state_dict(), flow.plan
+    with gf.attach(model, sgd(model), "wfbp") as flow:
+        assert flow.plan != plan
+        flow.load_state_dict(state)
+        assert flow.step == 3
+        use_checkpointed(model, 3, flow.no_sync)
+        assert (flow.plan, flow.step) == (plan, 4)
+        with pytest.raises(gf.UsageError, match="version"):
+            flow.load_state_dict({"version": 9})
+
+
+def test_failures_of_a_rank_reach_the_test() -> None:
+    with pytest.raises(RankFailed, match="ZeroDivisionError"):
+        run_ranks(2, _fails)
+
+
+def _fails() -> float:
+    return 1 / (dist.get_rank() - 1)

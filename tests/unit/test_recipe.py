@@ -1,0 +1,123 @@
+"""The recipe grammar: printed and read back without loss; nonsense refused with a sentence."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradientflow.errors import DocumentError, RecipeError
+from gradientflow.recipe import Choice, Recipe, as_recipe
+from gradientflow.sync import ASP, BSP, Sync
+
+names = st.from_regex(r"[a-z][a-z0-9]{0,6}(-[a-z0-9]{1,5}){0,2}", fullmatch=True).filter(
+    lambda name: not {"a2a", "ps"} & set(name.split("-"))
+)
+arguments = st.from_regex(r"[A-Za-z0-9._%]{0,6}", fullmatch=True)
+choices = st.builds(Choice, name=names, argument=arguments)
+syncs = st.one_of(
+    st.just(BSP),
+    st.just(ASP),
+    st.integers(1, 99).map(lambda s: Sync(staleness=s)),
+    st.integers(2, 99).map(lambda h: Sync(period=h)),
+)
+recipes = st.builds(
+    Recipe,
+    schedule=choices,
+    exchange=st.builds(Choice, name=st.sampled_from(["a2a", "ps"]), argument=arguments),
+    codecs=st.lists(choices, max_size=3).map(tuple),
+    sync=syncs,
+)
+
+
+@given(recipe=recipes)
+def test_printing_and_reading_lose_nothing(recipe: Recipe) -> None:
+    assert Recipe.parse(str(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lazy",
+        "lazy:4MB",
+        "lazy-a2a:1",
+        "lazy:4MB-a2a:2+fp16",
+        "mg-wfbp",
+        "mg-wfbp-ps",
+        "bytescheduler-ps@asp",
+        "flow-ps+csc:0.1+fp16@ssp:4",
+        "lazy+fp16@local:8",
+    ],
+)
+def test_canonical_texts_stay_as_they_are(text: str) -> None:
+    assert str(Recipe.parse(text)) == text
+
+
+def test_what_is_left_out_has_a_value() -> None:
+    assert Recipe.parse("lazy-a2a@bsp") == Recipe.parse("lazy")
+    parsed = Recipe.parse("flow-ps+csc:0.1+fp16@ssp:4")
+    assert parsed.schedule == Choice(name="flow")
+    assert parsed.exchange == Choice(name="ps")
+    assert parsed.codecs == (Choice(name="csc", argument="0.1"), Choice(name="fp16"))
+    assert parsed.sync == Sync(period=1, staleness=4)
+    assert Recipe.parse("lazy-ps@asp").sync.staleness == math.inf
+
+
+@pytest.mark.parametrize("text", ["", "+fp16", "lazy+", "lazy++fp16", "Lazy", "lazy@", "lazy@ssp", "lazy@ssp:-1",
+                                  "lazy@local:0", "lazy fp16", "lazy:", "lazy-", "lazy@bsp@asp", "-ps"])  # fmt: skip
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="cannot read"):
+        Recipe.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lazy@ssp:4", "needs a server; use -ps"),
+        ("lazy@asp", "needs a server"),
+        ("lazy+fp16+bf16", "use one of them"),
+        ("lazy+fp16+topk", "must come last"),
+        ("quick", "use bsp or wfbp or lazy"),
+        ("lazy-ps", "no exchange 'ps' in this version"),
+        ("lazy+topk:0.1", "no codec 'topk' in this version"),
+        ("lazy@local:8", "not available in this version"),
+        ("lazy-a2a:0", "not a number of lanes"),
+        ("lazy-a2a:99", "not a number of lanes"),
+        ("lazy-a2a:two", "not a number of lanes"),
+        ("lazy:much", "cannot read size"),
+        ("lazy+fp16:3", "takes no argument"),
+    ],
+)
+def test_illegal_recipes_say_what_to_change(text: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        as_recipe(text)
+
+
+@given(recipe=recipes)
+def test_files_hold_the_same_text(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("recipes") / "recipe.toml"
+    recipe.write(path)
+    assert Recipe.read(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('recipe = "lazy"', "field version: field required"),
+        ("version = 2\nrecipe = 'lazy'", "field version: input should be 1; found 2"),
+        ("version = 1", "field recipe"),
+        ("version = 1\nrecipe = 7", "field recipe: input should be a valid string; found 7"),
+        ("version = 1\nrecipe = 'lazy+'", "field recipe: cannot read recipe 'lazy\\+'"),
+        ("version = 1\nrecipe = 'lazy'\ntheta = 4", "field theta"),
+        ("= = =", "expected TOML"),
+    ],
+)
+def test_a_wrong_file_names_file_field_and_expectation(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(content)
+    with pytest.raises(DocumentError, match=complaint) as caught:
+        Recipe.read(path)
+    assert str(path) in str(caught.value)
