@@ -25,8 +25,9 @@ MAIN = "main"
 class Span(NamedTuple):
     """Something that took from `start_s` to `end_s` on a track.
 
-    Kinds: `forward` and `backward` (compute), `message` (on the wire; args: message, nbytes, ready_s),
-    `exposed` (training waited for communication), `step` (one whole iteration).
+    Kinds: `forward` and `backward` (compute), `message` (on the wire; args: its number in the plan, nbytes,
+    and waited_s, how long it was ready before its lane took it), `exposed` (training waited for
+    communication), `step` (from the first forward to the end of the optimizer's step).
     """
 
     kind: str

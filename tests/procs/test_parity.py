@@ -24,7 +24,7 @@ from models import MODELS, build, loss_of
 
 SCHEDULES = ("bsp", "wfbp", "lazy:500KB")  # the models hold 2-3 MB: lazy sends several messages
 OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
 STEPS = 50

@@ -69,7 +69,8 @@ def attach(
         _compare(model, chosen, plan, settings, exchange)
         exchange.broadcast([*model.parameters(), *model.buffers()])
         if not settings.on:
-            _log.warning("%s=off: gradients are averaged one by one after backward, not as '%s'", SWITCH_ENV, chosen)
+            if exchange.rank == 0:
+                _log.warning("%s=off: gradients are averaged one by one, not as '%s'", SWITCH_ENV, chosen)
             return PlainFlow(model, optimizer, exchange, broadcast_buffers, master_weights)
         return PooledFlow(
             model,

@@ -74,7 +74,7 @@ class Flow(ABC):
         # - What is measured
         self._recorder = Recorder()
         self._forward_began_s = 0.0
-        self._step_began_s = self._recorder.clock()
+        self._step_began_s = 0.0
         self._last_arrived_s = self._arrived_s
         self._last_opened_s = 0.0
         self._observer = ForwardObserver(model, self._parameters)
@@ -265,6 +265,7 @@ class Flow(ABC):
         if self._exchanging and self._broadcast_buffers:
             self._exchange.broadcast(model.buffers())
         self._forward_began_s = self._recorder.clock()
+        self._step_began_s = self._step_began_s or self._forward_began_s
 
     def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
         if not self._forward_began_s:
@@ -285,9 +286,10 @@ class Flow(ABC):
     def _after_step(self, optimizer: object, args: object, kwargs: object) -> None:
         if self._masters:
             self._masters.publish()
-        now_s = self._recorder.clock()
-        self._recorder.add(Span("step", f"step {self._step}", MAIN, self._step_began_s, now_s, self._step))
-        self._step_began_s = now_s
+        if self._step_began_s:
+            span = Span("step", "step", MAIN, self._step_began_s, self._recorder.clock(), self._step - 1)
+            self._recorder.add(span)
+        self._step_began_s = 0.0
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

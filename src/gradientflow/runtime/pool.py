@@ -20,12 +20,12 @@ _Key = tuple[torch.device, torch.dtype]
 class _Buffer:
     """The tensors of one device and dtype, then their presence."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, key: _Key, parameters: Mapping[str, torch.Tensor], flat: torch.Tensor | None) -> None:
+        self.key = key
         self.names = tuple(parameters)
         self.numel = sum(parameter.numel() for parameter in parameters.values())
-        first = next(iter(parameters.values()))
-        # Presence starts as 1, gradients as 0: a slice that is never written adds nothing.
-        self.flat = torch.zeros(self.numel + len(parameters), device=first.device, dtype=first.dtype)
+        device, dtype = key
+        self.flat = torch.zeros(self.numel + len(parameters), device=device, dtype=dtype) if flat is None else flat
         self.presence = self.flat[self.numel :]
         self.offsets: dict[str, int] = {}
         offset = 0
@@ -45,14 +45,18 @@ class _Buffer:
 
 
 class Pool:
-    """Buffers for `parameters` (name -> parameter), laid out as the plan says."""
+    """Buffers for `parameters` (name -> parameter), laid out as the plan says.
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
+    A new layout of the same parameters takes over the memory of the `previous` pool, contents and all.
+    """
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, torch.Tensor], previous: Pool | None = None) -> None:
         members: dict[_Key, dict[str, torch.Tensor]] = {}
         for name in plan.layout:
             parameter = parameters[name]
             members.setdefault((parameter.device, parameter.dtype), {})[name] = parameter
-        self._buffers = [_Buffer(tensors) for tensors in members.values()]
+        memory = {buffer.key: buffer.flat for buffer in previous._buffers} if previous else {}
+        self._buffers: list[_Buffer] = [_Buffer(key, tensors, memory.get(key)) for key, tensors in members.items()]
         self._buffer_of = {name: buffer for buffer in self._buffers for name in buffer.names}
         self.views = {name: buffer.view(name, parameters[name]) for name, buffer in self._buffer_of.items()}
         last = {id(self._buffer_of[message.slices[0].tensor]): index for index, message in enumerate(plan.messages)}

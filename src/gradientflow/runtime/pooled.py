@@ -116,15 +116,9 @@ class PooledFlow(Flow):
             for (name, parameter), view in zip(self._parameters.items(), self._views, strict=False)
             if parameter.grad is view
         }
-        for name in living:
-            self._parameters[name].grad = None
-        # The old pool goes before the new one comes: two at once would double the memory.
-        self._views.clear()
-        self._pump.unload()
-        self._pool = None
+        pool = self._pool = Pool(plan, self._parameters, self._pool)
         self._plan_now = plan
-        pool = self._pool = Pool(plan, self._parameters)
-        self._views += [pool.views[name] for name in self._names]
+        self._views[:] = [pool.views[name] for name in self._names]
         for name, gradient in living.items():
             pool.views[name].copy_(gradient)
             self._parameters[name].grad = pool.views[name]

@@ -48,10 +48,6 @@ class Pump:
         for lane in self._lanes:
             lane.load([index for index, number in enumerate(self._lane_of) if number == lane.number])
 
-    def unload(self) -> None:
-        """Let go of the memory of the old plan."""
-        self._ranges.clear()
-
     def begin(self, step: int) -> None:
         """A new step: nothing is ready, every lane stands before its first message."""
         self._step = step

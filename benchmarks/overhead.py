@@ -1,0 +1,248 @@
+"""What the runtime itself costs, against stock DDP on loopback.
+
+    python benchmarks/overhead.py [--quick] [--out FILE]
+
+Three questions, each answered at 16, 161 and 604 tensors (AlexNet's, ResNet-50's and DenseNet-201's
+counts):
+
+1. CPU time: microseconds per step and per tensor that the runtime adds in a world of one, where nothing is
+   sent; DDP's own beside it.
+2. Iteration time: `lazy` and DDP in alternating blocks of one run, 2 and 4 workers; the ratio of each pair
+   of neighbouring blocks, its median and 95 % interval. Bar: the interval lies below 1.05.
+3. Peak memory of a worker, each method in processes of its own, against DDP with
+   `gradient_as_bucket_view=True`. Bar: at most 2 % more.
+
+A ratio needs a quiet machine; the script prints the load it found at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradientflow as gf
+
+TENSORS = (16, 161, 604)
+WORLDS = (2, 4)
+
+
+class Stack(nn.Module):
+    """`num_tensors` tensors: residual blocks of LayerNorm and Linear (4 each), and what is left over."""
+
+    def __init__(self, num_tensors: int, width: int) -> None:
+        super().__init__()
+        blocks, rest = divmod(num_tensors, 4)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks))
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.rest = nn.ParameterList(torch.zeros(width) for _ in range(rest))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + linear(norm(x))
+        for bias in self.rest:
+            x = x + bias
+        return x.square().mean()
+
+
+#: Width of the blocks: 2.1, 10.5 and 9.9 million bytes of gradients, a step of some tens of milliseconds.
+WIDTHS = {16: 360, 161: 256, 604: 128}
+MEMORY_WIDTH = {16: 1250, 161: 400, 604: 205}  # about 25 MB each
+
+
+class Training:
+    """One method on a model of its own."""
+
+    def __init__(self, method: str, num_tensors: int, width: int, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = Stack(num_tensors, width)
+        assert len(list(self.model.parameters())) == num_tensors
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.batch = torch.randn(batch, width)
+        self.flow: gf.Flow | None = None
+        self.trained: nn.Module = self.model
+        if method == "ddp":
+            self.trained = DistributedDataParallel(self.model)
+        elif method == "ddp-view":
+            self.trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        elif method != "bare":
+            self.flow = gf.attach(self.model, self.optimizer, method)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.trained(self.batch).backward()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        if self.flow is not None:
+            self.flow.close()
+
+
+# - Workers
+
+
+def cpu_time(num_tensors: int, blocks: int) -> dict[str, list[float]]:
+    """CPU seconds a step by method, in alternating blocks; tiny tensors, so that calls are all that counts."""
+    trainings = {method: Training(method, num_tensors, 4, 1) for method in ("bare", "ddp", "lazy")}
+    seconds: dict[str, list[float]] = {method: [] for method in trainings}
+    for block in range(blocks + 2):
+        for method, training in _shuffled(trainings, block):
+            began_s = time.process_time()
+            for _ in range(10):
+                training.step()
+            if block >= 2:
+                seconds[method].append((time.process_time() - began_s) / 10)
+    for training in trainings.values():
+        training.close()
+    return seconds
+
+
+def iteration_time(num_tensors: int, blocks: int) -> dict[str, list[float]]:
+    """Wall seconds a step by method, in alternating blocks."""
+    trainings = {
+        method: Training(method, num_tensors, WIDTHS[num_tensors], 32) for method in ("ddp", "ddp-view", "lazy")
+    }
+    seconds: dict[str, list[float]] = {method: [] for method in trainings}
+    for block in range(blocks + 2):
+        for method, training in _shuffled(trainings, block):
+            dist.barrier()
+            began_s = time.perf_counter()
+            for _ in range(10):
+                training.step()
+            dist.barrier()
+            if block >= 2:
+                seconds[method].append((time.perf_counter() - began_s) / 10)
+    for training in trainings.values():
+        training.close()
+    return seconds
+
+
+def peak_memory(method: str, num_tensors: int) -> int:
+    """Peak resident bytes of this process after a few steps."""
+    training = Training(method, num_tensors, MEMORY_WIDTH[num_tensors], 32)
+    for _ in range(8):
+        training.step()
+    training.close()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _shuffled(trainings: dict[str, Training], block: int) -> list[tuple[str, Training]]:
+    order = list(trainings.items())
+    random.Random(block).shuffle(order)  # the same on all ranks
+    return order
+
+
+# - Running them
+
+
+def run(world: int, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` on `world` fresh processes; rank 0's result."""
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(_worker, (world, directory, function, args), nprocs=world)
+        return json.loads((Path(directory) / "result").read_text())
+
+
+def _worker(rank: int, world: int, directory: str, function: Callable[..., Any], args: Any) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world)
+    result = function(*args)
+    if rank == 0:
+        (Path(directory) / "result").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Median of paired ratios and its 95 % interval by bootstrap."""
+    pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(4000))
+    return {"median": statistics.median(pairs), "low": medians[100], "high": medians[3899], "pairs": len(pairs)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the blocks: to see that it runs")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args()
+    blocks = 5 if options.quick else 50
+    console = Console()
+    figures: dict[str, Any] = {
+        "version": 1,
+        "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "load_at_start": os.getloadavg()[0],
+        "cpu": [],
+        "iteration": [],
+        "memory": [],
+    }
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("measuring", total=len(TENSORS) * (1 + len(WORLDS) + 2))
+        for num_tensors in TENSORS:
+            seconds = {m: statistics.median(v) for m, v in run(1, cpu_time, num_tensors, blocks).items()}
+            row = {"tensors": num_tensors}
+            for method in ("ddp", "lazy"):
+                row[f"{method}_us_per_step"] = (seconds[method] - seconds["bare"]) * 1e6
+                row[f"{method}_us_per_tensor"] = row[f"{method}_us_per_step"] / num_tensors
+            figures["cpu"].append(row)
+            progress.advance(task)
+            for world in WORLDS:
+                times = run(world, iteration_time, num_tensors, blocks)
+                row = {"tensors": num_tensors, "workers": world}
+                row |= {f"{method}_ms": statistics.median(values) * 1e3 for method, values in times.items()}
+                row |= {f"lazy/{other}": ratio(times["lazy"], times[other]) for other in ("ddp", "ddp-view")}
+                row["ddp-view/ddp"] = ratio(times["ddp-view"], times["ddp"])
+                figures["iteration"].append(row)
+                progress.advance(task)
+            peaks = {m: min(run(2, peak_memory, m, num_tensors) for _ in range(3)) for m in ("ddp-view", "lazy")}
+            progress.advance(task, 2)
+            figures["memory"].append({"tensors": num_tensors, **peaks, "ratio": peaks["lazy"] / peaks["ddp-view"]})
+    show(figures, console)
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    console.print(f"load at start {figures['load_at_start']:.2f}, {figures['machine']}")
+    table = Table("tensors", "DDP us/step", "lazy us/step", "lazy us/tensor", title="CPU time added, world of one")
+    for row in figures["cpu"]:
+        values = (row["ddp_us_per_step"], row["lazy_us_per_step"])
+        table.add_row(str(row["tensors"]), *(f"{value:.0f}" for value in values), f"{row['lazy_us_per_tensor']:.1f}")
+    console.print(table)
+    table = Table(
+        "tensors", "workers", "DDP ms", "lazy ms", "lazy/DDP", "95 %", "lazy/DDP as view", "95 %", title="Iteration"
+    )
+    for row in figures["iteration"]:
+        cells = [str(row["tensors"]), str(row["workers"]), f"{row['ddp_ms']:.1f}", f"{row['lazy_ms']:.1f}"]
+        for name in ("lazy/ddp", "lazy/ddp-view"):
+            cells += [f"{row[name]['median']:.3f}", f"{row[name]['low']:.3f} .. {row[name]['high']:.3f}"]
+        table.add_row(*cells)
+    console.print(table)
+    table = Table("tensors", "DDP as view MB", "lazy MB", "ratio", title="Peak memory of a worker")
+    for row in figures["memory"]:
+        table.add_row(
+            str(row["tensors"]), f"{row['ddp-view'] / 1e6:.1f}", f"{row['lazy'] / 1e6:.1f}", f"{row['ratio']:.4f}"
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurements on real data: what `gradientflow demo` runs."""

@@ -1,0 +1,200 @@
+"""Trains the same model by several methods in one job, block by block in turn, and compares them.
+
+    torchrun ... -m gradientflow.bench.side_by_side --recipe lazy --epochs 12 --out DIR
+
+A round trains each method on the same few batches, one method after the other; who begins moves on with
+each round. So a slow moment of the machine meets all methods alike. A block's time runs from barrier to
+barrier: workers that share a core do not advance evenly, and a single step's time on one of them would
+say little. Compute alone (no exchange at all, on a copy that is thrown away) is one of the methods, so
+exposed communication is measured the same way for the others: their iteration time less its own.
+
+Rank 0 writes its progress to stdout, a JSON object a line, and the comparison to `DIR/comparison.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from gradientflow.bench.digits import Batch, Digits, batches_of_rank, build_reader, load_digits
+from gradientflow.documents import Document, Record
+from gradientflow.runtime.attach import attach
+
+#: Images a step over all workers; constant, so that the number of workers does not change what is learnt.
+BATCH = 128
+BLOCK_STEPS = 4
+#: DDP lays its buckets out anew after the first step, a flow its pool; neither is what a step costs.
+WARM_UP_ROUNDS = 2
+
+LEARNING_RATE = 0.05
+TIMEOUT_S = 120.0
+
+#: Workers on one machine reach each other through this interface, whatever address they use.
+_SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
+
+
+class Progress(Record):
+    """A line on rank 0's stdout."""
+
+    steps_done: int
+    steps_total: int
+
+
+class Cost(Record):
+    """What a step of a method takes."""
+
+    #: Median over blocks.
+    iteration_s: float
+    #: A worker's share of what the loopback counted: TCP headers, acknowledgements and the barriers around
+    #: a block included. The least over blocks, since other programs' traffic can only add to it. None where
+    #: the count cannot be read.
+    sent_nbytes: float | None
+
+
+class Score(Cost):
+    """What a method takes, and what its model has learnt."""
+
+    test_accuracy: float
+    #: Mean over all images of the training set, after the last step.
+    train_loss: float
+
+
+class Comparison(Document):
+    """`comparison.json`."""
+
+    recipe: str
+    world: int
+    epochs: int
+    steps: int
+    parameters: int
+    compute_only: Cost
+    ddp: Score
+    gradientflow: Score
+
+
+class _Block(NamedTuple):
+    """Some steps of one method, per step."""
+
+    seconds: float
+    sent_nbytes: float | None
+
+
+class _Method:
+    """A model in training, and what its blocks took."""
+
+    def __init__(self) -> None:
+        self.model = build_reader()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+        self.forward = self.model
+        self.blocks: list[_Block] = []
+
+    def train_block(self, batches: Sequence[Batch]) -> None:
+        """Collective."""
+        dist.barrier()
+        sent_before, start_s = _sent_nbytes(), time.perf_counter()
+        for images, labels in batches:
+            self.optimizer.zero_grad()
+            cross_entropy(self.forward(images), labels).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        dist.barrier()
+        seconds, sent_after = time.perf_counter() - start_s, _sent_nbytes()
+        sent = None
+        if sent_before is not None and sent_after is not None:
+            sent = (sent_after - sent_before) / len(batches) / dist.get_world_size()
+        self.blocks.append(_Block(seconds / len(batches), sent))
+
+    def cost(self) -> Cost:
+        blocks = self.blocks[WARM_UP_ROUNDS:] or self.blocks[-1:]
+        sent = [block.sent_nbytes for block in blocks if block.sent_nbytes is not None]
+        return Cost(
+            iteration_s=statistics.median(block.seconds for block in blocks),
+            sent_nbytes=min(sent, default=None),
+        )
+
+    def score(self, data: Digits) -> Score:
+        accuracy, _ = _evaluate(self.model, data.test)
+        _, loss = _evaluate(self.model, data.train)
+        return Score(**dict(self.cost()), test_accuracy=accuracy, train_loss=loss)
+
+
+def compare(recipe: str, epochs: int, report: Callable[[Progress], None]) -> Comparison:
+    """Collective, in an initialised process group. Rank 0's return value is the one to keep."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = load_digits()
+    batches = list(batches_of_rank(data.train, epochs=epochs, batch=BATCH, rank=rank, world=world))
+    methods = compute_only, ddp, gradientflow = _Method(), _Method(), _Method()
+    ddp.forward = DistributedDataParallel(ddp.model)
+    with attach(gradientflow.model, gradientflow.optimizer, recipe, deadline_s=TIMEOUT_S):
+        for number, start in enumerate(range(0, len(batches), BLOCK_STEPS)):
+            block = batches[start : start + BLOCK_STEPS]
+            for turn in range(len(methods)):
+                methods[(number + turn) % len(methods)].train_block(block)
+            report(Progress(steps_done=start + len(block), steps_total=len(batches)))
+    return Comparison(
+        recipe=recipe,
+        world=world,
+        epochs=epochs,
+        steps=len(batches),
+        parameters=sum(parameter.numel() for parameter in ddp.model.parameters()),
+        compute_only=compute_only.cost(),
+        ddp=ddp.score(data),
+        gradientflow=gradientflow.score(data),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    # Workers share the machine's cores; more threads would only get into each other's way.
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    try:
+        first = dist.get_rank() == 0
+        comparison = compare(given.recipe, given.epochs, _print_progress if first else _stay_silent)
+        if first:
+            comparison.write(given.out / "comparison.json")
+    finally:
+        dist.destroy_process_group()
+
+
+def _print_progress(progress: Progress) -> None:
+    print(progress.model_dump_json(), flush=True)
+
+
+def _stay_silent(progress: Progress) -> None:
+    pass
+
+
+def _sent_nbytes() -> int | None:
+    try:
+        return int(_SENT.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, batch: Batch) -> tuple[float, float]:
+    """Accuracy and mean loss."""
+    images, labels = batch
+    model.eval()
+    outputs = model(images)
+    accuracy = (outputs.argmax(dim=1) == labels).float().mean().item()
+    return accuracy, cross_entropy(outputs, labels).item()
+
+
+if __name__ == "__main__":
+    main()

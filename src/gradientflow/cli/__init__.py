@@ -1,0 +1,60 @@
+"""The command line: one file a command.
+
+Exit codes: 0 fine, 1 the job failed, 2 wrong use, 128 + signal when stopped. A mistake of the user is one
+line on stderr, never a traceback. Files here import torch inside functions only, so that `--help` does
+not wait for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from gradientflow import __version__
+from gradientflow.cli.console import complain
+from gradientflow.cli.demo import demo
+from gradientflow.cli.launch import Stopped
+from gradientflow.cli.run import run
+from gradientflow.errors import TrainingError, UserError
+
+app = typer.Typer(
+    help="The communication backend for PyTorch data-parallel training.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+# What follows the script is the script's, even where it looks like an option of ours.
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gradientflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except UserError as error:
+        complain(str(error))
+        sys.exit(2)
+    except TrainingError as error:
+        complain(str(error))
+        sys.exit(1)
+    except Stopped as stopped:
+        complain(f"stopped by {stopped.signal.name}")
+        sys.exit(128 + stopped.signal)

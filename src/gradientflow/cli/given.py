@@ -1,0 +1,46 @@
+"""What the user gave, judged before anything is started or written."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradientflow.errors import UsageError
+
+if TYPE_CHECKING:
+    from gradientflow.recipe import Recipe
+
+
+def read_recipe(text: str) -> Recipe:
+    """A checked recipe, from its text or from the name of its file."""
+    from gradientflow.recipe import Recipe, as_recipe
+
+    return as_recipe(Recipe.read(text) if text.endswith(".toml") else text)
+
+
+def fresh_directory(asked: Path | None, name: str) -> Path:
+    """The directory asked for, else `runs/NAME`; absolute, and without a run in it. It is not made here."""
+    directory = (asked or _unused(Path("runs") / name)).absolute()
+    if (directory / "run.json").exists():
+        raise UsageError(f"{asked} holds a run already: choose another --out")
+    standing = next(path for path in (directory, *directory.parents) if path.exists())
+    if not standing.is_dir():
+        raise UsageError(f"{standing} is not a directory: choose another --out")
+    if not os.access(standing, os.W_OK | os.X_OK):
+        raise UsageError(f"{standing} cannot be written to: choose another --out")
+    return directory
+
+
+def timestamp() -> str:
+    """Local time, in a form that sorts and needs no quoting."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def _unused(path: Path) -> Path:
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate

@@ -1,0 +1,32 @@
+"""The public names are a promise: they change on purpose or not at all."""
+
+from __future__ import annotations
+
+import inspect
+
+import gradientflow as gf
+
+NAMES = {
+    "DeadlineError", "DisagreementError", "DocumentError", "Flow", "GradientFlowError", "Message", "NonFiniteError",
+    "Plan", "Profile", "Recipe", "RecipeError", "RunDirectory", "Slice", "Span", "Sync", "TensorProfile", "Trace",
+    "TrainingError", "UsageError", "UserError", "attach",
+}  # fmt: skip
+
+
+def test_exactly_these_names_are_exported_and_all_of_them_load() -> None:
+    assert set(gf.__all__) == NAMES == set(gf._HOME)
+    for name in NAMES:
+        assert getattr(gf, name).__name__ == name
+
+
+def test_attach_keeps_its_arguments() -> None:
+    parameters = inspect.signature(gf.attach).parameters
+    assert list(parameters)[:5] == ["model", "optimizer", "recipe", "process_group", "scaler"]
+
+
+def test_a_flow_keeps_its_methods() -> None:
+    promised = {"no_sync", "synchronize", "trace", "profile", "plan", "memory", "step", "state_dict", "load_state_dict",
+                "close", "__enter__", "__exit__"}  # fmt: skip
+    assert promised <= set(dir(gf.Flow))
+    public = {name for name in dir(gf.Flow) if not name.startswith("_")}
+    assert public == {name for name in promised if not name.startswith("_")}
