@@ -63,8 +63,8 @@ MODELS = {"mlp": mlp, "cnn": CNN, "transformer": Transformer}
 def batch(rank: int, step: int, flat: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight digit-sized images and labels that depend on rank and step alone."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    images = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
-    labels = torch.randint(10, (8,), generator=generator)
+    images = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    labels = torch.randint(10, (8,), generator=generator, device="cpu")
     return (images.flatten(1) if flat else images), labels
 
 
@@ -74,5 +74,6 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, large: b
 
 
 def loss_of(model: nn.Module, name: str, rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    device = next(model.parameters()).device
     images, labels = batch(rank, step, flat=name == "mlp", dtype=dtype)
-    return nn.functional.cross_entropy(model(images), labels)
+    return nn.functional.cross_entropy(model(images.to(device)), labels.to(device))

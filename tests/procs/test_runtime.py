@@ -314,12 +314,26 @@ def _half_on_wire(recipe: str) -> list[torch.Tensor]:
     exact, model = build("cnn", large=False), build("cnn", large=False)
     with gf.attach(exact, sgd(exact), "lazy"):
         loss_of(exact, "cnn", dist.get_rank(), 0).backward()
-    with gf.attach(model, sgd(model), recipe):
+    with gf.attach(model, sgd(model), recipe) as flow:
         loss_of(model, "cnn", dist.get_rank(), 0).backward()
+        if recipe.startswith("lazy"):
+            assert flow.memory().wire == flow.memory().pool // 2, "all in one message, at half the width"
     for a, b in zip(gradients(model), gradients(exact), strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() <= 0.01 * b.norm()
     return gradients(model)
+
+
+def test_an_empty_tensor_by_itself_travels_as_nothing() -> None:
+    run_ranks(2, _empty_tensor)
+
+
+def _empty_tensor() -> None:
+    model = Mixed()
+    with gf.attach(model, sgd(model), "wfbp+bf16") as flow:
+        for step in range(2):
+            use_mixed(model, step, flow.no_sync)
+        assert 0 in [span.args["nbytes"] for span in flow.trace().of_kind("message")]
 
 
 def test_an_fp16_overflow_without_a_scaler_raises_on_all_ranks_and_does_not_break_the_flow() -> None:

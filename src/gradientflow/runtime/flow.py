@@ -39,6 +39,8 @@ class Memory(Record):
     """What a flow holds, in bytes."""
 
     pool: int = 0
+    #: What a codec holds beside the pool while messages are on the wire, at most.
+    wire: int = 0
     master_weights: int = 0
 
 

@@ -66,7 +66,8 @@ class PooledFlow(Flow):
 
     def memory(self) -> Memory:
         assert self._pool is not None
-        return Memory(pool=self._pool.nbytes, master_weights=self._masters.nbytes if self._masters else 0)
+        masters = self._masters.nbytes if self._masters else 0
+        return Memory(pool=self._pool.nbytes, wire=self._pump.wire_nbytes(), master_weights=masters)
 
     def state_dict(self) -> dict[str, Any]:
         """Holds the plan too: the order of a sum decides its last bits, so an exact resume needs it."""

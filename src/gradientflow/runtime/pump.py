@@ -70,6 +70,16 @@ class Pump:
             self._lanes[number].drain(patience_s)
         self._streams.join()
 
+    def wire_nbytes(self) -> int:
+        """The most that conversations hold beside the pool: each lane its largest message."""
+        largest = [0] * len(self._lanes)
+        if not self._codec.lossless:
+            for lane, ranges in zip(self._lane_of, self._ranges, strict=True):
+                numel = sum(values.numel() for values in ranges)
+                dtype = ranges[0].dtype if ranges else torch.float32
+                largest[lane] = max(largest[lane], self._codec.traffic(numel, dtype).nbytes)
+        return sum(largest)
+
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
@@ -79,7 +89,8 @@ class Pump:
         ranges = self._ranges[message]
         nbytes = 0
         with torch.no_grad(), self._streams.carry(message, lane):
-            for question in self._codec.converse(ranges):
+            # An empty tensor by itself is a message of nothing, on every rank alike.
+            for question in self._codec.converse(ranges) if ranges else ():
                 nbytes += sum(tensor.nbytes for tensor in question.tensors)
                 self._exchange.answer(question, lane)
         details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
