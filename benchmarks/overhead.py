@@ -1,6 +1,6 @@
 """What the runtime itself costs, against stock DDP on loopback.
 
-    python benchmarks/overhead.py [--quick] [--out FILE]
+    python benchmarks/overhead.py [--quick] [--tensors 16 161 604] [--out FILE]
 
 Three questions, each answered at 16, 161 and 604 tensors (AlexNet's, ResNet-50's and DenseNet-201's
 counts):
@@ -63,8 +63,10 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-#: Width of the blocks: 2.1, 10.5 and 9.9 million bytes of gradients, a step of some tens of milliseconds.
+#: Width of the layers: 2.1, 10.6 and 10.1 MB of gradients, a step of some tens of milliseconds.
 WIDTHS = {16: 360, 161: 256, 604: 128}
+#: Steps a block: about half a second, or a ratio of two blocks says more about the machine than about them.
+BLOCK_STEPS = {16: 50, 161: 12, 604: 8}
 MEMORY_WIDTH = {16: 1250, 161: 400, 604: 205}  # about 25 MB each
 
 
@@ -120,16 +122,17 @@ def iteration_time(num_tensors: int, blocks: int) -> dict[str, list[float]]:
     trainings = {
         method: Training(method, num_tensors, WIDTHS[num_tensors], 32) for method in ("ddp", "ddp-view", "lazy")
     }
+    steps = BLOCK_STEPS[num_tensors]
     seconds: dict[str, list[float]] = {method: [] for method in trainings}
     for block in range(blocks + 2):
         for method, training in _shuffled(trainings, block):
             dist.barrier()
             began_s = time.perf_counter()
-            for _ in range(10):
+            for _ in range(steps):
                 training.step()
             dist.barrier()
             if block >= 2:
-                seconds[method].append((time.perf_counter() - began_s) / 10)
+                seconds[method].append((time.perf_counter() - began_s) / steps)
     for training in trainings.values():
         training.close()
     return seconds
@@ -182,9 +185,10 @@ def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the blocks: to see that it runs")
+    parser.add_argument("--tensors", type=int, choices=TENSORS, nargs="+", default=TENSORS)
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
-    blocks = 5 if options.quick else 50
+    blocks = 4 if options.quick else 40
     console = Console()
     figures: dict[str, Any] = {
         "version": 1,
@@ -195,8 +199,8 @@ def main() -> None:
         "memory": [],
     }
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=len(TENSORS) * (1 + len(WORLDS) + 2))
-        for num_tensors in TENSORS:
+        task = progress.add_task("measuring", total=len(options.tensors) * (1 + len(WORLDS) + 2))
+        for num_tensors in options.tensors:
             seconds = {m: statistics.median(v) for m, v in run(1, cpu_time, num_tensors, blocks).items()}
             row = {"tensors": num_tensors}
             for method in ("ddp", "lazy"):

@@ -7,7 +7,8 @@
     network.json  the workers and the backend between them; measurements, once links have been probed
     trace-R.json  what happened on rank R (Perfetto)
 
-Rank 0 writes all but the traces. A file is replaced whole or not at all.
+Rank 0 writes all but the traces. A file is replaced whole or not at all. A script that attaches a second
+flow has its files in `flow-2/`. `gradientflow demo` adds `comparison.json` and `demo.log`.
 """
 
 from __future__ import annotations

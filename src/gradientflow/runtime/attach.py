@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 
@@ -22,6 +23,9 @@ from gradientflow.runtime.pooled import PooledFlow, in_order_of_registration
 from gradientflow.runtime.settings import SWITCH_ENV, Settings
 
 _log = logging.getLogger(__name__)
+
+#: A script that attaches several flows gets a directory for each: RUN, RUN/flow-2, ...
+_run_directories = itertools.count(1)
 
 #: How long a rank waits for the others before it says so. Long enough for a checkpoint on one of them.
 DEADLINE_S = 600.0
@@ -128,13 +132,13 @@ def _check(model: nn.Module, optimizer: object, profile: Profile | None, deadlin
             f"{strangers[0]}; their gradients would not be averaged. Build the optimizer from model.parameters()"
         )
     if profile is not None:
-        ours = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        theirs = {tensor.name: tensor.shape for tensor in profile.tensors}
+        ours = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()}
+        theirs = {tensor.name: (tensor.shape, tensor.torch_dtype) for tensor in profile.tensors}
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 raise UsageError(
-                    f"the profile is of another model: tensor {name!r} is {ours.get(name, 'not')} in the model, "
-                    f"{theirs.get(name, 'not')} in the profile"
+                    f"the profile is of another model: tensor {name!r} is {ours.get(name, 'missing')} in the model, "
+                    f"{theirs.get(name, 'missing')} in the profile"
                 )
 
 
@@ -143,7 +147,9 @@ def _run_directory(settings: Settings, recipe: Recipe, exchange: Native) -> RunD
         return None
     from gradientflow import __version__
 
-    directory = RunDirectory(settings.run_directory).create()
+    number = next(_run_directories)
+    path = settings.run_directory if number == 1 else settings.run_directory / f"flow-{number}"
+    directory = RunDirectory(path).create()
     hosts = tuple(exchange.control.gather(socket.gethostname(), "learn the hosts' names"))
     if exchange.rank == 0:
         run = Run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -45,11 +46,13 @@ class ForwardObserver:
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return  # a clock in a compiled region would cut it in two
         self._stack.append([time.perf_counter(), 0.0])
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        if not self._stack:
-            return  # the module was entered before this pass began
+        if torch.compiler.is_compiling() or not self._stack:
+            return
         start_s, inner_s = self._stack.pop()
         elapsed_s = time.perf_counter() - start_s
         if self._stack:

@@ -88,7 +88,7 @@ class Pool:
         """State which tensors this rank has a gradient for in this step: all but `absent`."""
         for buffer in self._buffers:
             buffer.presence.fill_(1)
-            for index, name in enumerate(buffer.names):
+            for index, name in enumerate(buffer.names) if absent else ():
                 if name in absent:
                     buffer.presence[index] = 0
 

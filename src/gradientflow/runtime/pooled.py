@@ -89,8 +89,8 @@ class PooledFlow(Flow):
     def close(self) -> None:
         if self._closed:
             return
+        self._pump.close()  # before the lanes' groups go
         super().close()
-        self._pump.close()
         if self._run_directory is not None:
             self._run_directory.write_trace(self.trace())
             if self._exchange.rank == 0:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradientflow.compress import Codec
-from gradientflow.errors import DeadlineError
+from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
 from gradientflow.runtime.streams import Streams
@@ -88,11 +88,14 @@ class Pump:
         start_s = self._recorder.clock()
         ranges = self._ranges[message]
         nbytes = 0
-        with torch.no_grad(), self._streams.carry(message, lane):
-            # An empty tensor by itself is a message of nothing, on every rank alike.
-            for question in self._codec.converse(ranges) if ranges else ():
-                nbytes += sum(tensor.nbytes for tensor in question.tensors)
-                self._exchange.answer(question, lane)
+        try:
+            with torch.no_grad(), self._streams.carry(message, lane):
+                # An empty tensor by itself is a message of nothing, on every rank alike.
+                for question in self._codec.converse(ranges) if ranges else ():
+                    nbytes += sum(tensor.nbytes for tensor in question.tensors)
+                    self._exchange.answer(question, lane)
+        except TrainingError as error:
+            raise type(error)(f"message {message} ({self._labels[message]}) on lane {lane}: {error}") from error
         details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
         end_s = self._recorder.clock()
         self._recorder.add(Span("message", self._labels[message], f"lane {lane}", start_s, end_s, self._step, details))
