@@ -68,13 +68,6 @@ class Trace(NamedTuple):
     def of_kind(self, kind: str) -> list[Span]:
         return [span for span in self.spans if span.kind == kind]
 
-    @property
-    def exposed_s(self) -> float:
-        """Seconds per traced step in which training waited for communication."""
-        waits = self.of_kind("exposed")
-        steps = {span.step for span in waits}
-        return sum(span.duration_s for span in waits) / len(steps) if steps else 0.0
-
     def write(self, path: str | os.PathLike[str]) -> None:
         """Chrome trace-event JSON: one process a rank, one thread a track, times in microseconds."""
         tracks = sorted({span.track for span in self.spans}, key=lambda track: (track != MAIN, track))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import pickle
 import threading
 from collections.abc import Callable
 
@@ -140,7 +142,7 @@ class Branches(nn.Module):
         return x
 
 
-USES = [("l", "r"), ("lr", ""), ("", ""), ("r", "r"), ("l", "lr")]  # by step, then by rank
+USES = [("l", "r", ""), ("lr", "", "r"), ("", "", ""), ("r", "r", "r"), ("l", "lr", "l")]  # by step, then by rank
 
 
 def use_branches(model: nn.Module, number: int, quiet: Callable) -> None:
@@ -256,7 +258,7 @@ def _views() -> None:
         assert len(storages) == 2, "one float32 pool, one float64 pool"
         assert model.conv.weight.grad.stride() == model.conv.weight.stride()
         numel32, numel64 = model.conv.weight.numel() + 4 + 1, 2 * 4 + 2
-        presence = 4 * 4 + 2 * 8  # one element a tensor
+        presence = 6 * 4  # one element a tensor, behind the float32 pool, whose message is the last
         assert flow.memory().pool == numel32 * 4 + numel64 * 8 + presence
 
 
@@ -440,7 +442,7 @@ def _different_shape() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("difference", ["recipe", "order", "dtype", "frozen", "profile"])
+@pytest.mark.parametrize("difference", ["recipe", "order", "dtype", "frozen", "profile", "strides", "buffers"])
 def test_any_difference_is_reported_on_every_rank(difference: str) -> None:
     for text in run_ranks(2, _different, difference):
         assert "rank 1, " in text
@@ -454,13 +456,17 @@ def _different(difference: str) -> str:
         model = model.double()
     if other and difference == "frozen":
         model["a"].requires_grad_(False)
+    if difference == "strides":
+        conv = nn.Conv2d(2, 2, 2)
+        model = conv.to(memory_format=torch.channels_last) if other else conv
     profile = None
     if difference == "profile":
         tensors = tuple(TensorProfile.of(name, p) for name, p in model.named_parameters())
         profile = Profile(tensors=tensors[::-1] if other else tensors)
     recipe = "wfbp" if other and difference == "recipe" else "lazy"
     with pytest.raises(gf.DisagreementError) as caught:
-        gf.attach(model, sgd(model), recipe, profile=profile)
+        buffers = not (other and difference == "buffers")
+        gf.attach(model, sgd(model), recipe, profile=profile, broadcast_buffers=buffers)
     return str(caught.value)
 
 
@@ -478,21 +484,28 @@ def _never_attaches() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_skips_a_step_runs_into_the_deadline_and_the_flow_stays_broken() -> None:
-    run_ranks(2, _skips)
+@pytest.mark.parametrize("recipe", ["lazy", "wfbp"])
+def test_a_rank_that_skips_a_step_runs_into_the_deadline_and_the_flow_stays_broken(recipe: str) -> None:
+    """With wfbp it is a lane's own thread that meets the deadline first."""
+    run_ranks(2, _skips, recipe)
 
 
-def _skips() -> None:
+def _skips(recipe: str) -> None:
     model = build("mlp", large=False)
     optimizer = sgd(model)
-    flow = gf.attach(model, optimizer, deadline_s=2.0)
+    flow = gf.attach(model, optimizer, recipe, deadline_s=2.0)
     loss_of(model, "mlp", dist.get_rank(), 0).backward()
     if dist.get_rank() == 0:
-        with pytest.raises(gf.DeadlineError, match="rank 0 of 2, step 1"):
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(
+            gf.DeadlineError, match=r"rank 0 of 2, step 1: message [01] .* not waiting there too: rank 1"
+        ):
             loss_of(model, "mlp", 0, 1).backward()
         assert all(p.grad is None for p in model.parameters()), "memory of an abandoned operation must not be used"
-        with pytest.raises(gf.TrainingError, match="broke down before"):
-            loss_of(model, "mlp", 0, 2).backward()
+        for action in (lambda: loss_of(model, "mlp", 0, 2), optimizer.step, flow.synchronize):
+            with pytest.raises(gf.TrainingError, match="broke down before"):
+                action()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     dist.barrier()  # rank 1 is alive and connected, but did not take part
     flow.close()
     flow.close()
@@ -553,10 +566,12 @@ def test_close_takes_everything_away() -> None:
 def _close() -> None:
     model = build("cnn", large=False)
     optimizer = sgd(model)
-    flow = gf.attach(model, optimizer)
+    flow = gf.attach(model, optimizer, "wfbp")
     loss_of(model, "cnn", dist.get_rank(), 0).backward()
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("gradientflow")]
     flow.close()
     flow.close()
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("gradientflow")]
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
@@ -578,6 +593,7 @@ def _off() -> None:
         (_cnn, accumulate, {}),
         (Mixed, use_mixed, {}),
         (_checkpointed_reentrant, use_checkpointed, {}),
+        (Branches, use_branches, {"find_unused_parameters": True}),
     ]:
         beside_ddp(make, step, **options)
 
@@ -626,12 +642,238 @@ def _state() -> None:
         state, plan = flow.state_dict(), flow.plan
     with gf.attach(model, sgd(model), "wfbp") as flow:
         assert flow.plan != plan
-        flow.load_state_dict(state)
+        assert [message.lane for message in plan.messages] == [0, 1, 0, 1]
+        saved = gf.Plan.model_validate_json(state["plan"]).on_lanes(4)  # as another backend might have it
+        flow.load_state_dict(state | {"plan": saved.model_dump_json()})
         assert flow.step == 3
         use_checkpointed(model, 3, flow.no_sync)
         assert (flow.plan, flow.step) == (plan, 4)
         with pytest.raises(gf.UsageError, match="version"):
             flow.load_state_dict({"version": 9})
+
+
+# - What breaks in the middle
+
+
+class Trap(torch.autograd.Function):
+    """Raises in backward while armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        if Trap.armed:
+            raise ZeroDivisionError("the trap")
+        return gradient
+
+
+class Trapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Trap.apply(self.first(x)))
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+def test_a_backward_pass_that_was_broken_off_is_not_forgotten(switch: str) -> None:
+    run_ranks(2, _broken_off, switch)
+
+
+def _broken_off(switch: str) -> None:
+    os.environ["GRADIENTFLOW"] = switch
+    model = Trapped()
+    optimizer = sgd(model)
+    for action in (lambda: optimizer.step(), lambda: model(torch.ones(1, 8))):
+        flow = gf.attach(model, optimizer, "lazy")
+        Trap.armed = True
+        with pytest.raises(ZeroDivisionError):
+            use_checkpointed(model, 0, flow.no_sync)
+        Trap.armed = False
+        optimizer.zero_grad()
+        with pytest.raises(gf.TrainingError, match="did not finish its exchange"):
+            action()
+        with pytest.raises(gf.TrainingError, match="broke down before"):
+            optimizer.step()
+        flow.close()
+    beside_ddp(Trapped, use_checkpointed)  # a new flow works
+
+
+class WholeUnderCheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+def test_gradients_that_a_reentrant_checkpoint_hides_are_never_used() -> None:
+    run_ranks(2, _hidden_by_checkpoint)
+
+
+def _hidden_by_checkpoint() -> None:
+    model = WholeUnderCheckpoint()
+    optimizer = sgd(model)
+    with gf.attach(model, optimizer) as flow:
+        model(torch.ones(1, 8, requires_grad=True)).sum().backward()
+        with pytest.raises(gf.TrainingError, match="use_reentrant=False"):
+            optimizer.step()
+        assert flow.step == 0
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+
+
+def test_a_parameter_shared_by_reentrant_regions_is_refused() -> None:
+    run_ranks(2, _shared)
+
+
+def _shared() -> None:
+    model = Shared()
+    with gf.attach(model, sgd(model)), pytest.raises(gf.TrainingError, match="arrived twice"):
+        model(torch.ones(1, 8)).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    run_ranks(1, _sparse)
+
+
+def _sparse() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    with gf.attach(model, sgd(model)), pytest.raises(gf.UsageError, match="'weight' is sparse"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_backward_with_create_graph_is_averaged() -> None:
+    run_ranks(2, _create_graph)
+
+
+def _create_graph() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    with gf.attach(model, sgd(model)):
+        x = torch.full((1, 3), 1.0 + dist.get_rank())
+        model(x).sum().backward(create_graph=True)
+        assert torch.equal(model.weight.grad.detach(), torch.full((1, 3), 1.5))
+
+
+def test_a_parameter_belongs_to_one_flow() -> None:
+    run_ranks(1, _attach_twice)
+
+
+def _attach_twice() -> None:
+    model = nn.Linear(3, 3)
+    with gf.attach(model, sgd(model)), pytest.raises(gf.UsageError, match="attached already"):
+        gf.attach(nn.Sequential(model), sgd(model))
+    gf.attach(model, sgd(model)).close()
+
+
+def test_a_copy_of_the_model_belongs_to_no_flow() -> None:
+    run_ranks(2, _copies)
+
+
+def _copies() -> None:
+    model = build("cnn", large=False)
+    with gf.attach(model, sgd(model)) as flow:
+        loss_of(model, "cnn", dist.get_rank(), 0).backward()
+        for copy_ in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            if dist.get_rank() == 0:  # alone: a collective here would hang
+                copy_.zero_grad()
+                loss_of(copy_, "cnn", 0, 1).backward()
+        assert flow.step == 1
+
+
+# - Buffers and evaluation
+
+
+class Counting(nn.Module):
+    """Buffers that differ by rank unless they are made rank 0's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before = self.seen.clone()
+        self.seen += 1 + dist.get_rank()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.int64])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_are_rank_0s_before_a_training_forward_unless_told_otherwise(
+    dtype: torch.dtype, broadcast: bool
+) -> None:
+    for rank, seen in enumerate(run_ranks(2, _buffers, dtype, broadcast)):
+        assert seen == ([0, 1, 2, 3] if broadcast or rank == 0 else [0, 2, 4, 6])
+
+
+def _buffers(dtype: torch.dtype, broadcast: bool) -> list[int]:
+    model = Counting(dtype)
+    seen = []
+    with gf.attach(model, sgd(model), broadcast_buffers=broadcast) as flow:
+        for step in range(4):
+            with flow.no_sync() if step == 3 and not broadcast else contextlib.nullcontext():
+                model(torch.ones(1, 2)).sum().backward()
+            seen.append(int(model.before[0]))
+            if dist.get_rank() == 0:  # evaluation on one rank alone
+                model.eval()
+                model.seen -= 1
+                model(torch.ones(1, 2))
+                model.train()
+                with torch.no_grad():
+                    model.seen -= 1
+                    model(torch.ones(1, 2))
+    return seen
+
+
+# - Master weights under use
+
+
+def test_master_weights_follow_what_is_loaded_and_accumulate() -> None:
+    run_ranks(2, _master_in_use)
+
+
+def _master_in_use() -> None:
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with gf.attach(model, optimizer, master_weights=True) as flow:
+        model.load_state_dict({"weight": torch.full((1, 2), 8.0)})
+        x = torch.full((1, 2), 1.0 + dist.get_rank(), dtype=torch.bfloat16)
+        with flow.no_sync():
+            model(x).sum().backward()
+        model(x).sum().backward()
+        assert model.weight.grad is None
+        optimizer.step()
+        assert torch.equal(model.weight.detach().float(), torch.full((1, 2), 8.0 - 2 * 1.5))
+        state = flow.state_dict()
+        with torch.no_grad():
+            model.weight.zero_()
+        flow.load_state_dict(state)
+        assert torch.equal(model.weight.detach().float(), torch.full((1, 2), 5.0))
+        with pytest.raises(gf.UsageError, match="another setting of master_weights"):
+            flow.load_state_dict(state | {"master_weights": {}})
+    plain = nn.Linear(2, 2)
+    with pytest.raises(gf.UsageError, match="no fp16 or bf16"):
+        gf.attach(plain, sgd(plain), master_weights=True)
+    assert not plain._forward_hooks and not plain._forward_pre_hooks, "a failed attach leaves nothing behind"
+    gf.attach(plain, sgd(plain)).close()
 
 
 def test_failures_of_a_rank_reach_the_test() -> None:

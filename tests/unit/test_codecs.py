@@ -38,7 +38,7 @@ def test_laws(name: str, world: int, dtype: torch.dtype) -> None:
     everyone = [[torch.randn(100).to(dtype), torch.randn(7).to(dtype)] for _ in range(world)]
     expected = [sum(rank[part].double() for rank in everyone) for part in range(2)]
     rounds, nbytes = converse(codec, everyone)
-    assert (rounds, nbytes) == codec.traffic(107, dtype), "traffic() must say what was asked"
+    assert (rounds, nbytes) == codec.traffic(107, dtype)[:2], "traffic() must say what was asked"
     for ranges in everyone:
         for ours, first, exact in zip(ranges, everyone[0], expected, strict=True):
             assert ours.dtype == dtype

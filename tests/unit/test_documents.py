@@ -119,11 +119,6 @@ def test_a_trace_is_chrome_json_and_comes_back(tmp_path: Path) -> None:
         assert (theirs.step, theirs.args) == (ours.step, ours.args)
 
 
-def test_exposed_seconds_are_per_step() -> None:
-    assert TRACE.exposed_s == pytest.approx((0.5 + 0.25) / 2)
-    assert Trace(0, 0.0, ()).exposed_s == 0.0
-
-
 def test_a_recorder_forgets_the_oldest() -> None:
     recorder = Recorder(capacity=3)
     for step in range(5):

@@ -85,16 +85,37 @@ def test_a_single_message_is_carried_by_the_caller_and_starts_no_thread() -> Non
 def test_messages_that_are_ready_early_are_carried_before_anyone_drains() -> None:
     exchange = RecordingExchange(1)
     pump, _ = loaded(exchange, 3)
-    pump.begin(0)
-    pump.ready(0)
-    pump.ready(1)
-    deadline_s = time.monotonic() + 10
-    while exchange.carried[0] != [0, 1] and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert exchange.carried[0] == [0, 1]
-    assert set(exchange.threads) == {"gradientflow-lane-0"}
-    pump.finish([2])
+    for step in range(3):
+        pump.begin(step)
+        exchange.carried[0].clear()
+        exchange.threads.clear()
+        pump.ready(0)
+        pump.ready(1)
+        deadline_s = time.monotonic() + 10
+        while exchange.carried[0] != [0, 1] and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert exchange.carried[0] == [0, 1]
+        assert exchange.threads == ["gradientflow-lane-0"] * 2
+        pump.finish([2])
+        assert exchange.threads[2] == threading.main_thread().name
     pump.close()
+
+
+def test_the_training_thread_takes_over_a_backlog_and_slow_is_not_stuck() -> None:
+    """Each message takes almost the deadline; many of them are no reason to give up."""
+    exchange = RecordingExchange(1)
+    exchange.deadline_s = 0.05
+    answer = exchange.answer
+    exchange.answer = lambda question, lane: (time.sleep(0.04), answer(question, lane))  # type: ignore[method-assign, assignment, return-value]
+    pump, _ = loaded(exchange, 6)
+    pump.begin(0)
+    for message in range(5):
+        pump.ready(message)
+    time.sleep(0.01)
+    pump.finish([5])
+    pump.close()
+    assert exchange.carried[0] == list(range(6))
+    assert exchange.threads == ["gradientflow-lane-0"] + [threading.main_thread().name] * 5
 
 
 @pytest.mark.parametrize("fail_at", [0, 3])

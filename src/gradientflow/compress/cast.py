@@ -34,7 +34,10 @@ class Cast:
             values.copy_(summed)
 
     def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
-        return Traffic(1, numel * (self.wire if self._narrows(dtype) else dtype).itemsize)
+        if not self._narrows(dtype):
+            return Traffic(1, numel * dtype.itemsize, 0)
+        nbytes = numel * self.wire.itemsize
+        return Traffic(1, nbytes, nbytes)
 
     def _narrows(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and dtype.itemsize > self.wire.itemsize

@@ -31,10 +31,12 @@ Conversation = Generator[Sum, None, None]
 
 
 class Traffic(NamedTuple):
-    """What a conversation will ask for: rounds, and the bytes of all its questions on one rank."""
+    """What a conversation will take on one rank: rounds, the bytes of all its questions, and the bytes it
+    holds beside the message itself meanwhile."""
 
     rounds: int
     nbytes: int
+    scratch_nbytes: int
 
 
 class Codec(Protocol):
@@ -52,7 +54,7 @@ class Codec(Protocol):
         """Turn the flat `ranges`, in place, from this rank's share into the sum over ranks."""
 
     def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
-        """What `converse` will ask for, for a message of `numel` elements."""
+        """What `converse` will take, for a message of `numel` elements."""
 
 
 class Exact:
@@ -65,7 +67,7 @@ class Exact:
         yield Sum(ranges)
 
     def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
-        return Traffic(1, numel * dtype.itemsize)
+        return Traffic(1, numel * dtype.itemsize, 0)
 
 
 EXACT = Exact()

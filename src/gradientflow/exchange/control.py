@@ -26,12 +26,21 @@ class Control:
     def gather(self, text: str, purpose: str) -> list[str]:
         """Everybody's `text`, by rank."""
         keys = self._say(text, range(self._world))
-        return [self._hear(key, keys, purpose) for key in keys.values()]
+        return self._hear(keys, purpose)
 
     def from_rank_0(self, text: str, purpose: str) -> str:
         """Rank 0's `text`, on every rank."""
-        keys = self._say(text, [0])
-        return self._hear(keys[0], keys, purpose)
+        return self._hear(self._say(text, [0]), purpose)[0]
+
+    def missing_at(self, place: str, patience_s: float = 2.0) -> list[int]:
+        """State that this rank is at `place`, and who of the others has not said so a moment later."""
+        keys = {rank: f"{place}/{rank}" for rank in range(self._world)}
+        try:
+            self._store.set(keys[self._rank], "here")
+            self._store.wait(list(keys.values()), datetime.timedelta(seconds=patience_s))
+            return []
+        except RuntimeError:
+            return self._silent(keys)
 
     def _say(self, text: str, speakers: range | list[int]) -> dict[int, str]:
         self._round += 1
@@ -40,13 +49,19 @@ class Control:
             self._store.set(keys[self._rank], text)
         return keys
 
-    def _hear(self, key: str, keys: dict[int, str], purpose: str) -> str:
+    def _hear(self, keys: dict[int, str], purpose: str) -> list[str]:
         try:
-            self._store.wait([key], datetime.timedelta(seconds=self._deadline_s))
+            self._store.wait(list(keys.values()), datetime.timedelta(seconds=self._deadline_s))
         except RuntimeError as error:  # DistStoreError
-            missing = [str(rank) for rank, theirs in keys.items() if not self._store.check([theirs])]
+            missing = ", ".join(map(str, self._silent(keys))) or "somebody"
             raise DeadlineError(
                 f"rank {self._rank} waited {self._deadline_s:g} s to {purpose}; nothing came from rank "
-                f"{', '.join(missing)}: did it get there, and does it run the same script?"
+                f"{missing}: did it get there, and does it run the same script?"
             ) from error
-        return str(self._store.get(key), "utf-8")
+        return [str(self._store.get(key), "utf-8") for key in keys.values()]
+
+    def _silent(self, keys: dict[int, str]) -> list[int]:
+        try:
+            return [rank for rank, key in keys.items() if not self._store.check([key])]
+        except RuntimeError:
+            return []  # the store itself is gone

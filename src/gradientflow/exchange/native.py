@@ -27,6 +27,7 @@ class Native:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_lanes: int, deadline_s: float) -> None:
         self.rank = dist.get_rank(group)
+        self.global_rank = dist.get_rank()
         self.world = dist.get_world_size(group)
         self.backend = backend_for(group, device)
         self.deadline_s = deadline_s
@@ -53,9 +54,10 @@ class Native:
             return
         for pack in _packs(tensors):
             # One contiguous tensor is its own pack: no copy of a large parameter.
-            flat = pack[0].view(-1) if len(pack) == 1 and pack[0].is_contiguous() else _join(pack)
+            alone = len(pack) == 1 and pack[0].is_contiguous()
+            flat = pack[0].view(-1).view(torch.uint8) if alone else _join(pack)
             self._wait(self._groups[0].broadcast(flat, 0))
-            if flat.data_ptr() != pack[0].data_ptr():
+            if not alone:
                 _split(flat, pack)
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class Native:
             else:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            words = str(error).strip().splitlines()[0]
+            words = str(error).strip().partition("\n")[0]
             if "timed out" in words.lower() or "timeout" in words.lower():
                 raise DeadlineError(f"no answer from the group within {self.deadline_s:g} s ({words})") from error
             raise TrainingError(f"the group's communication failed ({words})") from error

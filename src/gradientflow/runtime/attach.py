@@ -17,10 +17,10 @@ from gradientflow.profile import Profile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import Network, Run, RunDirectory, now
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
-from gradientflow.runtime.flow import Flow, trainable
+from gradientflow.runtime.flow import Flow, held_by_a_flow, trainable
 from gradientflow.runtime.plain import PlainFlow
 from gradientflow.runtime.pooled import PooledFlow, in_order_of_registration
-from gradientflow.runtime.settings import SWITCH_ENV, Settings
+from gradientflow.runtime.settings import RUN_ENV, SWITCH_ENV, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def attach(
     profile: the model's tensors in backward order; without it the first step is observed.
     master_weights: update fp16/bf16 parameters through float32 copies; see `gradientflow.runtime.master`.
     broadcast_buffers: make buffers rank 0's before each training forward, as DDP does.
-    deadline_s: no wait lasts longer; then `DeadlineError`.
+    deadline_s: how long any one wait for the others may last; then `DeadlineError`.
     """
     settings = Settings.from_environment()
     chosen = settings.choose(recipe)
@@ -67,10 +67,24 @@ def attach(
         )
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
+    overflow_is_handled = scaler is not None and scaler.is_enabled()
     exchange = Native(group, _device(model), chosen.lanes, deadline_s)
     try:
         plan = chosen.plan(profile or in_order_of_registration(model), exchange.num_lanes)
-        _compare(model, chosen, plan, settings, exchange)
+        _compare(
+            exchange,
+            {
+                "recipe": str(chosen),
+                SWITCH_ENV: "on" if settings.on else "off",
+                RUN_ENV: "set" if settings.run_directory else "not set",
+                "master_weights": str(master_weights),
+                "broadcast_buffers": str(broadcast_buffers),
+                "profile": "not given" if profile is None else "given",
+                "scaler": "enabled" if overflow_is_handled else "none",
+            },
+            model,
+            plan,
+        )
         exchange.broadcast([*model.parameters(), *model.buffers()])
         if not settings.on:
             if exchange.rank == 0:
@@ -83,7 +97,7 @@ def attach(
             chosen,
             plan,
             observe=profile is None,
-            overflow_is_handled=scaler is not None and scaler.is_enabled(),
+            overflow_is_handled=overflow_is_handled,
             run_directory=_run_directory(settings, chosen, exchange),
             broadcast_buffers=broadcast_buffers,
             master_weights=master_weights,
@@ -93,12 +107,11 @@ def attach(
         raise
 
 
-def _compare(model: nn.Module, recipe: Recipe, plan: Plan, settings: Settings, exchange: Native) -> None:
-    """Raise on every rank unless all hold the same tensors and would send the same plan."""
+def _compare(exchange: Native, settings: dict[str, str], model: nn.Module, plan: Plan) -> None:
+    """Raise on every rank unless all have the same settings and tensors and would send the same plan."""
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    statement = {"recipe": str(recipe), SWITCH_ENV: "on" if settings.on else "off"}
     tensors = describe_tensors("tensor", everything) | describe_tensors("trainable", trainable(model))
-    compare(exchange.control, statement | tensors | describe_plan(plan))
+    compare(exchange.control, settings | tensors | describe_plan(plan))
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -119,6 +132,9 @@ def _check(model: nn.Module, optimizer: object, profile: Profile | None, deadlin
     if deadline_s <= 0:
         raise UsageError(f"deadline_s must be above 0, found {deadline_s}")
     parameters = trainable(model)
+    held = held_by_a_flow(parameters)
+    if held:
+        raise UsageError(f"{held[0]!r} and {len(held) - 1} more are attached already: close() that flow first")
     known = set(parameters.values())
     strangers = [
         tuple(parameter.shape)
@@ -151,7 +167,7 @@ def _run_directory(settings: Settings, recipe: Recipe, exchange: Native) -> RunD
     path = settings.run_directory if number == 1 else settings.run_directory / f"flow-{number}"
     directory = RunDirectory(path).create()
     hosts = tuple(exchange.control.gather(socket.gethostname(), "learn the hosts' names"))
-    if exchange.rank == 0:
+    if exchange.global_rank == 0:
         run = Run(
             recipe=str(recipe),
             world=exchange.world,

@@ -21,11 +21,20 @@ _MAX_LINES = 12
 
 
 def describe_tensors(kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What must be alike on all ranks, in words: `{"parameter fc.bias": "torch.float32 [10] at 3"}`."""
+    """What must be alike on all ranks, in words: `{"tensor fc.bias": "torch.float32 [10] at 3"}`.
+
+    Strides count, where they say anything: gradients are summed as they lie in memory.
+    """
     return {
-        f"{kind} {name}": f"{tensor.dtype} {list(tensor.shape)} at {position}"
+        f"{kind} {name}": f"{tensor.dtype} {list(tensor.shape)}{_strides(tensor)} at {position}"
         for position, (name, tensor) in enumerate(tensors.items())
     }
+
+
+def _strides(tensor: torch.Tensor) -> str:
+    if tensor.is_contiguous():
+        return ""
+    return f" strides {[stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]}"
 
 
 def describe_plan(plan: Plan) -> dict[str, str]:

@@ -4,18 +4,19 @@
 here:
 
     forward       buffers are made rank 0's, as DDP does
-    backward      each gradient arrives (`_arrive`), the first one opens the step
+    backward      each gradient arrives (`_arrival_hook`), the first one opens the step
     end of it     the step is finished (`_finish`): gradients are the average over ranks on return
     optimizer     `step()` refuses gradients that were never exchanged
 
-Only public hooks are used, all of them removed by `close()`. Two ways of travelling exist: `PooledFlow`
-(the product) and `PlainFlow` (`GRADIENTFLOW=off`).
+Hooks are PyTorch's public ones (runtime/autograd.py holds the exception), all of them removed by
+`close()`. Two ways of travelling exist: `PooledFlow` (the product) and `PlainFlow` (`GRADIENTFLOW=off`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -25,11 +26,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradientflow.documents import Record
-from gradientflow.errors import TrainingError, UsageError
+from gradientflow.errors import DeadlineError, TrainingError, UsageError
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile, TensorProfile
 from gradientflow.runtime.autograd import at_end_of_backward, inside_backward
+from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
 from gradientflow.runtime.observe import ForwardObserver
 from gradientflow.trace import MAIN, Recorder, Span, Trace
@@ -60,7 +62,8 @@ class Flow(ABC):
         self._optimizer = optimizer
         self._parameters = trainable(model)
         self._names = tuple(self._parameters)
-        self._masters = MasterWeights(self._parameters, optimizer) if master_weights else None
+        self._wants_masters = master_weights
+        self._masters: MasterWeights | None = None
         self._exchange = exchange
         self._broadcast_buffers = broadcast_buffers
 
@@ -79,23 +82,31 @@ class Flow(ABC):
         self._step_began_s = 0.0
         self._last_arrived_s = self._arrived_s
         self._last_opened_s = 0.0
-        self._observer = ForwardObserver(model, self._parameters)
+        self._observer: ForwardObserver | None = None
 
         self._closed = False
         self._handles: list[RemovableHandle] = []
-        atexit.register(self.close)
 
     def _watch(self) -> None:
-        """Register all hooks; the last thing a constructor does."""
+        """Take hold of model and optimizer; the last thing a constructor does, so that one that fails
+        leaves nothing behind."""
+        if self._wants_masters:
+            self._masters = MasterWeights(self._parameters, self._optimizer)
+            refresh = OriginalOnly(lambda module, keys: self._refresh_masters())
+            handle = self._model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+        self._observer = ForwardObserver(self._model, self._parameters)
         for index, parameter in enumerate(self._parameters.values()):
             handle = parameter.register_post_accumulate_grad_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         self._handles += [
-            self._model.register_forward_pre_hook(self._before_forward),
-            self._model.register_forward_hook(self._after_forward),
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+            self._model.register_forward_pre_hook(OriginalOnly(self._before_forward)),
+            self._model.register_forward_hook(OriginalOnly(self._after_forward)),
+            self._optimizer.register_step_pre_hook(OriginalOnly(self._before_step)),
+            self._optimizer.register_step_post_hook(OriginalOnly(self._after_step)),
         ]
+        _open_flows.add(self)
+        atexit.register(self.close)
 
     # - What a way of travelling has to say
 
@@ -134,18 +145,17 @@ class Flow(ABC):
             self._exchanging = before
 
     def synchronize(self) -> None:
-        """Return when every gradient of the last backward pass is the average over ranks."""
-        if self._opened_s:
-            self._complete()
+        """Raise unless every gradient of the last exchanged backward pass is the average over ranks."""
+        self._check_whole()
 
     def trace(self) -> Trace:
         """What happened on this rank, up to the last 100,000 spans."""
-        return self._recorder.trace(self._exchange.rank)
+        return self._recorder.trace(self._exchange.global_rank)
 
     def profile(self) -> Profile:
         """The model's tensors as the last exchanged backward pass and the first forward passes showed them."""
         order = sorted(range(len(self._names)), key=lambda index: self._last_arrived_s[index] or float("inf"))
-        forward_s = self._observer.seconds
+        forward_s = self._observer.seconds if self._observer else {}
         position = {name: number for number, name in enumerate(dict.fromkeys([*forward_s, *self._names]))}
         tensors, previous_s = [], self._last_opened_s
         for index in order:
@@ -173,14 +183,18 @@ class Flow(ABC):
         self._step = int(state["step"])
 
     def close(self) -> None:
-        """Take everything away that `attach` put there. Gradients stay as they are."""
+        """Take everything away that `attach` put there. Finished gradients stay as they are."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
+        _open_flows.discard(self)
         for handle in self._handles:
             handle.remove()
-        self._observer.close()
+        if self._observer:
+            self._observer.close()
+        if self._opened_s:
+            self._abandon()
         if self._masters:
             self._masters.restore()
         if self._broken is None:
@@ -196,8 +210,7 @@ class Flow(ABC):
 
     def _open(self) -> None:
         """Before a gradient is taken up, once a backward pass (again after an inner one has ended)."""
-        if self._broken is not None:
-            raise TrainingError(f"this flow broke down before: {self._broken}") from self._broken
+        self._check_unbroken()
         self._watching = True
         at_end_of_backward(self._backward_ended)
         if not self._opened_s:
@@ -210,12 +223,28 @@ class Flow(ABC):
     def _accumulated(self) -> None:
         self._local_only = True
 
-    def _arrived_twice(self, index: int) -> UsageError:
-        return UsageError(
-            f"the gradient of {self._names[index]!r} arrived twice in step {self._step}: either an earlier backward "
-            "pass was broken off by an exception (close this flow and attach again), or the parameter is shared "
-            "by regions under reentrant checkpointing (use checkpoint(..., use_reentrant=False))"
+    def _arrived_twice(self, index: int) -> TrainingError:
+        self._broken = TrainingError(
+            f"the gradient of {self._names[index]!r} arrived twice in step {self._step}: the parameter is shared by "
+            "regions under reentrant checkpointing; use checkpoint(..., use_reentrant=False)"
         )
+        return self._broken
+
+    def _check_unbroken(self) -> None:
+        if self._broken is not None:
+            raise TrainingError(f"this flow broke down before: {self._broken}") from self._broken
+
+    def _check_whole(self) -> None:
+        """Between backward passes no step may be open: what is in the gradients then is not an average."""
+        self._check_unbroken()
+        if self._opened_s:
+            self._broken = TrainingError(
+                f"the backward pass of step {self._step} did not finish its exchange. Either an exception broke it "
+                "off: close this flow and attach again. Or all of it ran under reentrant checkpointing and some "
+                "parameters were not used: use checkpoint(..., use_reentrant=False)"
+            )
+            self._abandon()
+            raise self._broken
 
     def _backward_ended(self) -> None:
         self._watching = False
@@ -229,14 +258,8 @@ class Flow(ABC):
         """Finish the step that is open, and note how long training waited for it."""
         ended_s = self._recorder.clock()
         missing = [index for index, arrived_s in enumerate(self._arrived_s) if not arrived_s]
-        try:
+        with self._breaking():
             self._finish(missing)
-        except BaseException as error:
-            self._broken = self._explain(error)
-            self._abandon()
-            if self._broken is error or not isinstance(error, Exception):
-                raise
-            raise self._broken from error
         done_s = self._recorder.clock()
         self._recorder.add(Span("backward", "backward", MAIN, self._opened_s, ended_s, self._step))
         self._recorder.add(Span("exposed", "exposed", MAIN, ended_s, done_s, self._step))
@@ -247,7 +270,24 @@ class Flow(ABC):
         self._opened_s = 0.0
         self._local_only = False
         self._step += 1
+        with self._breaking():
+            self._settle()
         self._judge()
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """A failure inside ends this flow: ranks may no longer stand at the same place."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = self._explain(error)
+            self._abandon()
+            if not isinstance(error, Exception):
+                raise
+            raise self._broken from error
+
+    def _settle(self) -> None:  # noqa: B027
+        """Every rank has finished the step: what has to be agreed on before the next may be done here."""
 
     @abstractmethod
     def _abandon(self) -> None:
@@ -259,13 +299,20 @@ class Flow(ABC):
     def _explain(self, error: BaseException) -> TrainingError:
         where = f"rank {self._exchange.rank} of {self._exchange.world}, step {self._step}"
         kind = type(error) if isinstance(error, TrainingError) else TrainingError
-        return kind(f"{where}: {error}")
+        words = f"{where}: {error or type(error).__name__}"
+        if isinstance(error, DeadlineError):
+            missing = self._exchange.control.missing_at(f"stuck/{self._step}")
+            if missing:
+                words += f"; not waiting there too: rank {', '.join(map(str, missing))}"
+        return kind(words)
 
     def _before_forward(self, model: nn.Module, args: object) -> None:
-        if not (model.training and torch.is_grad_enabled()):
-            return  # evaluation may happen on one rank only
+        if not (model.training and torch.is_grad_enabled()) or inside_backward():
+            return  # evaluation may happen on one rank only; recomputation is not a forward pass
+        self._check_whole()
         if self._exchanging and self._broadcast_buffers:
-            self._exchange.broadcast(model.buffers())
+            with self._breaking():
+                self._exchange.broadcast(model.buffers())
         self._forward_began_s = self._recorder.clock()
         self._step_began_s = self._step_began_s or self._forward_began_s
 
@@ -275,10 +322,11 @@ class Flow(ABC):
         now_s = self._recorder.clock()
         self._recorder.add(Span("forward", "forward", MAIN, self._forward_began_s, now_s, self._step))
         self._forward_began_s = 0.0
-        self._observer.end_of_forward()
+        if self._observer:
+            self._observer.end_of_forward()
 
     def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
-        self.synchronize()
+        self._check_whole()
         if self._local_only:
             raise UsageError(
                 "optimizer.step() with gradients that never left this rank: the last backward pass before "
@@ -292,6 +340,20 @@ class Flow(ABC):
             span = Span("step", "step", MAIN, self._step_began_s, self._recorder.clock(), self._step - 1)
             self._recorder.add(span)
         self._step_began_s = 0.0
+
+    def _refresh_masters(self) -> None:
+        if self._masters:
+            self._masters.refresh()
+
+
+#: Flows that are attached now.
+_open_flows: weakref.WeakSet[Flow] = weakref.WeakSet()
+
+
+def held_by_a_flow(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names of those that another flow exchanges already; two would both divide by the world."""
+    held = {id(parameter) for flow in _open_flows for parameter in flow._parameters.values()}
+    return [name for name, parameter in parameters.items() if id(parameter) in held]
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -54,6 +54,12 @@ class MasterWeights:
         for name, master in self._masters.items():
             self._models[name].copy_(master)
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over values that were loaded into the model."""
+        for name, master in self._masters.items():
+            master.copy_(self._models[name])
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: master.detach().clone() for name, master in self._masters.items()}
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gradientflow.runtime.hooks import OriginalOnly
+
 
 class ForwardObserver:
     """Times the forward pass by parameter, for `num_steps` calls of `end_of_forward`."""
@@ -27,8 +29,8 @@ class ForwardObserver:
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if any(parameter in self._names for parameter in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._enter))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(OriginalOnly(self._enter)))
+                self._handles.append(module.register_forward_hook(OriginalOnly(self._leave), always_call=True))
 
     def end_of_forward(self) -> None:
         """One forward pass is over."""

@@ -44,6 +44,8 @@ class PlainFlow(Flow):
                 return
             if not self._watching:
                 self._open()
+            if self._arrived_s[index]:
+                raise self._arrived_twice(index)
             self._arrived_s[index] = self._recorder.clock()
 
         return hook

@@ -1,9 +1,10 @@
 """The gradient pool: a flat buffer a (device, dtype), gradients in the order in which backward yields them.
 
 A parameter's `.grad` is a view into the pool, so a message is a range of the pool and needs no packing.
-Behind the gradients lies one more element a tensor, its presence: 1 if this rank has a gradient for it
-in this step. Presence travels with the buffer's last message; after the sum it tells, at no extra
-message, which tensors no rank used. Only "zero or not" is ever asked of it, which survives every codec.
+Behind the gradients of one buffer lies one more element for every tensor, its presence: 1 if this rank has
+a gradient for it in this step. Presence travels with the plan's last message; after the sum it tells, at
+no extra message, which tensors no rank used. Only "zero or not" is ever asked of it, which survives every
+codec.
 """
 
 from __future__ import annotations
@@ -18,30 +19,26 @@ _Key = tuple[torch.device, torch.dtype]
 
 
 class _Buffer:
-    """The tensors of one device and dtype, then their presence."""
+    """The tensors of one device and dtype, then room for `num_extra` elements."""
 
-    def __init__(self, key: _Key, parameters: Mapping[str, torch.Tensor], flat: torch.Tensor | None) -> None:
-        self.key = key
+    def __init__(self, parameters: Mapping[str, torch.Tensor], num_extra: int) -> None:
         self.names = tuple(parameters)
         self.numel = sum(parameter.numel() for parameter in parameters.values())
-        device, dtype = key
-        self.flat = torch.zeros(self.numel + len(parameters), device=device, dtype=dtype) if flat is None else flat
-        self.presence = self.flat[self.numel :]
+        self.size = self.numel + num_extra
         self.offsets: dict[str, int] = {}
         offset = 0
         for name, parameter in parameters.items():
             self.offsets[name] = offset
             offset += parameter.numel()
+        self.flat = torch.empty(0)
 
     def view(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Shaped like the parameter, with its strides where these fill a range (channels_last does)."""
         start = self.offsets[name]
         flat = self.flat[start : start + parameter.numel()]
-        return (
-            flat.as_strided(parameter.shape, parameter.stride())
-            if _fills_a_range(parameter)
-            else (flat.view(parameter.shape))
-        )
+        if _fills_a_range(parameter):
+            return flat.as_strided(parameter.shape, parameter.stride())
+        return flat.view(parameter.shape)
 
 
 class Pool:
@@ -55,17 +52,26 @@ class Pool:
         for name in plan.layout:
             parameter = parameters[name]
             members.setdefault((parameter.device, parameter.dtype), {})[name] = parameter
-        memory = {buffer.key: buffer.flat for buffer in previous._buffers} if previous else {}
-        self._buffers: list[_Buffer] = [_Buffer(key, tensors, memory.get(key)) for key, tensors in members.items()]
-        self._buffer_of = {name: buffer for buffer in self._buffers for name in buffer.names}
+        #: The message that carries presence. It cannot leave before backward has ended.
+        self.last = len(plan.messages) - 1
+        last_tensor = plan.messages[-1].slices[0].tensor if plan.messages else ""
+        self._names = plan.layout
+        self._buffers: dict[_Key, _Buffer] = {
+            key: _Buffer(tensors, len(self._names) if last_tensor in tensors else 0) for key, tensors in members.items()
+        }
+        for key, buffer in self._buffers.items():
+            old = previous._buffers.get(key) if previous else None
+            reused = old is not None and old.size == buffer.size
+            device, dtype = key
+            buffer.flat = old.flat if old and reused else torch.zeros(buffer.size, device=device, dtype=dtype)
+        self._buffer_of = {name: buffer for buffer in self._buffers.values() for name in buffer.names}
         self.views = {name: buffer.view(name, parameters[name]) for name, buffer in self._buffer_of.items()}
-        last = {id(self._buffer_of[message.slices[0].tensor]): index for index, message in enumerate(plan.messages)}
-        #: Messages that carry presence: the last of each buffer. They cannot leave before backward has ended.
-        self.carry_presence = frozenset(last.values())
+        carrier = self._buffer_of.get(last_tensor)
+        self._presence = carrier.flat[carrier.numel :] if carrier else torch.zeros(0)
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.flat.nbytes for buffer in self._buffers)
+        return sum(buffer.flat.nbytes for buffer in self._buffers.values())
 
     def ranges(self, index: int, message: Message) -> list[torch.Tensor]:
         """Message `index` of the plan as flat ranges, neighbours joined."""
@@ -74,8 +80,8 @@ class Pool:
             (buffer.offsets[piece.tensor] + piece.start, buffer.offsets[piece.tensor] + piece.stop)
             for piece in message.slices
         ]
-        if index in self.carry_presence:
-            bounds.append((buffer.numel, buffer.flat.numel()))
+        if index == self.last:
+            bounds.append((buffer.numel, buffer.size))
         joined: list[tuple[int, int]] = []
         for start, stop in bounds:
             if joined and joined[-1][1] == start:
@@ -86,21 +92,17 @@ class Pool:
 
     def mark_absent(self, absent: set[str]) -> None:
         """State which tensors this rank has a gradient for in this step: all but `absent`."""
-        for buffer in self._buffers:
-            buffer.presence.fill_(1)
-            for index, name in enumerate(buffer.names) if absent else ():
-                if name in absent:
-                    buffer.presence[index] = 0
+        self._presence.fill_(1)
+        for index, name in enumerate(self._names) if absent else ():
+            if name in absent:
+                self._presence[index] = 0
 
     def absent_everywhere(self, absent: set[str]) -> set[str]:
         """Of the tensors absent here, those that no rank had: to be asked after the sum."""
         if not absent:
             return set()
         return {
-            name
-            for buffer in self._buffers
-            for name, present in zip(buffer.names, buffer.presence.tolist(), strict=True)
-            if name in absent and not present
+            n for n, present in zip(self._names, self._presence.tolist(), strict=True) if n in absent and not present
         }
 
 

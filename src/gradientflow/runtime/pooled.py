@@ -75,14 +75,17 @@ class PooledFlow(Flow):
         return super().state_dict() | {"recipe": str(self.recipe), "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+        plan = None
         if state.get("recipe") == str(self.recipe):
-            plan = parse_json(Plan, state["plan"], "the saved plan")
+            # Lanes are this world's own affair: a state saved on another backend may count others.
+            plan = parse_json(Plan, state["plan"], "the saved plan").on_lanes(self._exchange.num_lanes)
             try:
                 plan.check(self.profile())
             except ValueError as error:
                 raise UsageError(f"the state was saved for another model: {error}") from None
             compare(self._exchange.control, describe_plan(plan))
+        super().load_state_dict(state)
+        if plan is not None:
             self._observing = False
             self._next_plan = plan
 
@@ -93,7 +96,7 @@ class PooledFlow(Flow):
         super().close()
         if self._run_directory is not None:
             self._run_directory.write_trace(self.trace())
-            if self._exchange.rank == 0:
+            if self._exchange.global_rank == 0:
                 self._run_directory.write_plan(self.profile(), self._plan_now)
 
     # - Planning
@@ -107,7 +110,7 @@ class PooledFlow(Flow):
         compare(self._exchange.control, describe_plan(plan))
         if plan != self._plan_now:
             self._next_plan = plan
-        if self._run_directory is not None and self._exchange.rank == 0:
+        if self._run_directory is not None and self._exchange.global_rank == 0:
             self._run_directory.write_plan(observed, plan)
 
     def _install(self, plan: Plan) -> None:
@@ -130,9 +133,9 @@ class PooledFlow(Flow):
             for name in dict.fromkeys(piece.tensor for piece in message.slices):
                 messages_of[name].append(index)
         self._messages_of[:] = [tuple(messages_of[name]) for name in self._names]
-        # Messages with presence wait for one thing more, the end of backward.
+        # The message with presence waits for one thing more, the end of backward.
         self._num_tensors = [
-            len({piece.tensor for piece in message.slices}) + (index in pool.carry_presence)
+            len({piece.tensor for piece in message.slices}) + (index == pool.last)
             for index, message in enumerate(plan.messages)
         ]
         self._num_missing[:] = self._num_tensors
@@ -214,9 +217,11 @@ class PooledFlow(Flow):
             if parameter.grad is view:
                 parameter.grad = None
 
-    def _judge(self) -> None:
+    def _settle(self) -> None:
         if self._observing:
             self._agree_on_observed_plan()
+
+    def _judge(self) -> None:
         if self._raise_on_overflow:
             self._refuse_overflow()
 

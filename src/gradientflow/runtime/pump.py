@@ -45,8 +45,11 @@ class Pump:
         self._labels = [message.label for message in plan.messages]
         self._lane_of = [message.lane for message in plan.messages]
         self._ready_s = [0.0] * len(plan.messages)
-        for lane in self._lanes:
-            lane.load([index for index, number in enumerate(self._lane_of) if number == lane.number])
+        queues: list[list[int]] = [[] for _ in self._lanes]
+        for message, _, lane in plan.sequence():
+            queues[lane].append(message)
+        for queue, owner in zip(queues, self._lanes, strict=True):
+            owner.load(queue)
 
     def begin(self, step: int) -> None:
         """A new step: nothing is ready, every lane stands before its first message."""
@@ -73,11 +76,10 @@ class Pump:
     def wire_nbytes(self) -> int:
         """The most that conversations hold beside the pool: each lane its largest message."""
         largest = [0] * len(self._lanes)
-        if not self._codec.lossless:
-            for lane, ranges in zip(self._lane_of, self._ranges, strict=True):
-                numel = sum(values.numel() for values in ranges)
-                dtype = ranges[0].dtype if ranges else torch.float32
-                largest[lane] = max(largest[lane], self._codec.traffic(numel, dtype).nbytes)
+        for lane, ranges in zip(self._lane_of, self._ranges, strict=True):
+            if ranges:
+                traffic = self._codec.traffic(sum(values.numel() for values in ranges), ranges[0].dtype)
+                largest[lane] = max(largest[lane], traffic.scratch_nbytes)
         return sum(largest)
 
     def close(self) -> None:
@@ -111,6 +113,7 @@ class _Lane:
         self._next = 0
         self._ready: set[int] = set()
         self._busy = False
+        self._draining = False  # the training thread is here: it has the right to carry
         self._closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -135,22 +138,25 @@ class _Lane:
                 name = f"gradientflow-lane-{self.number}"
                 self._thread = threading.Thread(target=self._work, name=name, daemon=True)
                 self._thread.start()
-            elif wake and not self._busy and self._head_is_ready():
+            elif wake and self._may_work() and self._head_is_ready():
                 self._changed.notify()
 
     def drain(self, patience_s: float) -> None:
-        """Carry what is left, or wait for the thread that is carrying; raise what went wrong."""
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: not self._busy, patience_s):
-                    raise DeadlineError(f"lane {self.number} has not moved for {patience_s:g} s")
-                if self._error is not None:
-                    raise self._error
-                if self._next == len(self._queue):
-                    return
-                assert self._head_is_ready(), "drained before everything was ready"
-                message = self._take()
-            self._carry_taken(message)
+        """Carry what is left, after the message that the lane's thread is carrying; raise what went wrong."""
+        with self._changed:
+            self._draining = True
+            if not self._changed.wait_for(lambda: not self._busy, patience_s):
+                raise DeadlineError(f"lane {self.number} has not moved for {patience_s:g} s")
+        try:
+            while self._error is None and self._next < len(self._queue):
+                with self._changed:
+                    assert self._head_is_ready(), "drained before everything was ready"
+                    message = self._take()
+                self._carry_taken(message)
+        finally:
+            self._draining = False
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         with self._changed:
@@ -163,13 +169,15 @@ class _Lane:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (not self._busy and self._head_is_ready()))
+                self._changed.notify()  # someone may be draining
+                self._changed.wait_for(lambda: self._closed or (self._may_work() and self._head_is_ready()))
                 if self._closed:
                     return
                 message = self._take()
             self._carry_taken(message)
-            with self._changed:
-                self._changed.notify()  # someone may be draining
+
+    def _may_work(self) -> bool:
+        return not self._busy and not self._draining
 
     def _head_is_ready(self) -> bool:
         return self._error is None and self._next < len(self._queue) and self._queue[self._next] in self._ready

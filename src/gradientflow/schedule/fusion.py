@@ -31,12 +31,14 @@ def fuse(profile: Profile, theta: float) -> tuple[Message, ...]:
     """
     messages: list[Message] = []
     regions: dict[tuple[str, str], list[TensorProfile]] = {}
+    sizes: dict[tuple[str, str], int] = {}
     for tensor in profile.tensors:
         region = regions.setdefault(tensor.pool, [])
         region.append(tensor)
-        if sum(member.nbytes for member in region) >= theta:
+        sizes[tensor.pool] = sizes.get(tensor.pool, 0) + tensor.nbytes
+        if sizes[tensor.pool] >= theta:
             messages.append(_message(region))
-            regions[tensor.pool] = []
+            regions[tensor.pool], sizes[tensor.pool] = [], 0
     messages += [_message(region) for region in regions.values() if region]
     return tuple(messages)
 
