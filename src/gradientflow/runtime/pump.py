@@ -68,6 +68,7 @@ class Pump:
         own = self._lane_of[remaining[-1]] if remaining else 0
         for message in remaining:
             self.ready(message, wake=self._lane_of[message] != own)
+        # The exchange holds every question to its deadline; this is for a lane that hangs anywhere else.
         patience_s = 2 * self._exchange.deadline_s
         for number in (own, *(lane.number for lane in self._lanes if lane.number != own)):
             self._lanes[number].drain(patience_s)
