@@ -156,6 +156,8 @@ class _File(Record):
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
     """A checked recipe from either form."""
+    if not isinstance(recipe, Recipe | str):
+        raise RecipeError(f"expected a recipe such as 'lazy', found {recipe!r}")
     return (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).check()
 
 

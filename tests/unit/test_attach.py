@@ -34,10 +34,20 @@ def test_wrong_arguments_are_named(arguments, sentence: str) -> None:
         gf.attach(*arguments(nn.Linear(2, 2)))
 
 
-def test_a_deadline_must_be_above_zero() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("deadline_s", 0), ("deadline_s", float("inf")), ("deadline_s", "5"), ("profile", 3), ("recipe", 5)],
+)
+def test_odd_values_are_named(name: str, value: object) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(gf.UsageError, match="deadline_s"):
-        gf.attach(model, sgd(model), deadline_s=0)
+    with pytest.raises(gf.UserError, match=name):
+        gf.attach(model, sgd(model), **{name: value})
+
+
+def test_a_lazy_module_is_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(gf.UsageError, match="no shape yet"):
+        gf.attach(model, torch.optim.SGD(nn.Linear(1, 1).parameters()))
 
 
 def test_call_and_environment_may_not_contradict_each_other() -> None:

@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 
 def read_recipe(text: str) -> Recipe:
     """A checked recipe, from its text or from the name of its file."""
+    from gradientflow.errors import RecipeError
     from gradientflow.recipe import Recipe, as_recipe
 
-    return as_recipe(Recipe.read(text) if text.endswith(".toml") else text)
+    if not text.endswith(".toml"):
+        return as_recipe(text)
+    try:
+        return Recipe.read(text).check()
+    except RecipeError as error:
+        raise RecipeError(f"{text}: {error}") from None
 
 
 def fresh_directory(asked: Path | None, name: str) -> Path:

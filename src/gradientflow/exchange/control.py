@@ -32,8 +32,12 @@ class Control:
         """Rank 0's `text`, on every rank."""
         return self._hear(self._say(text, [0]), purpose)[0]
 
-    def missing_at(self, place: str, patience_s: float = 2.0) -> list[int]:
-        """State that this rank is at `place`, and who of the others has not said so a moment later."""
+    def missing_at(self, place: str) -> list[int]:
+        """State that this rank is stuck at `place`; the ranks that have not said so some seconds later.
+
+        Ranks run into their deadlines one after the other, as they began to wait one after the other.
+        """
+        patience_s = min(self._deadline_s, 10.0)
         keys = {rank: f"{place}/{rank}" for rank in range(self._world)}
         try:
             self._store.set(keys[self._rank], "here")

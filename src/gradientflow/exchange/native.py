@@ -75,7 +75,7 @@ class Native:
             else:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            words = str(error).strip().partition("\n")[0]
+            words = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
             if "timed out" in words.lower() or "timeout" in words.lower():
                 raise DeadlineError(f"no answer from the group within {self.deadline_s:g} s ({words})") from error
             raise TrainingError(f"the group's communication failed ({words})") from error
@@ -92,7 +92,8 @@ def _packs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     packs: list[list[torch.Tensor]] = []
     room = 0
     # Wide elements first, so that every piece of the joined bytes starts at a multiple of its own width.
-    for tensor in sorted((tensor.detach() for tensor in tensors), key=lambda tensor: -tensor.itemsize):
+    # `.data`: a buffer may be written between two forward passes whose backward is still to come.
+    for tensor in sorted((tensor.data for tensor in tensors), key=lambda tensor: -tensor.itemsize):
         if not tensor.numel():
             continue
         if tensor.nbytes > room:

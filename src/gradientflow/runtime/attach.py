@@ -67,6 +67,8 @@ def attach(
         )
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise UsageError(f"expected a GradScaler as scaler, found {type(scaler).__name__}")
     overflow_is_handled = scaler is not None and scaler.is_enabled()
     exchange = Native(group, _device(model), chosen.lanes, deadline_s)
     try:
@@ -129,8 +131,13 @@ def _check(model: nn.Module, optimizer: object, profile: Profile | None, deadlin
         raise UsageError("the model is wrapped in DistributedDataParallel already: attach to model.module, unwrapped")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"expected a torch.optim.Optimizer as optimizer, found {type(optimizer).__name__}")
-    if deadline_s <= 0:
-        raise UsageError(f"deadline_s must be above 0, found {deadline_s}")
+    if not isinstance(deadline_s, int | float) or not 0 < deadline_s < float("inf"):
+        raise UsageError(f"deadline_s must be a number of seconds above 0, found {deadline_s!r}")
+    if profile is not None and not isinstance(profile, Profile):
+        raise UsageError(f"expected a gradientflow.Profile as profile, found {type(profile).__name__}")
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise UsageError(f"{lazy[0]!r} has no shape yet: run one forward pass through lazy modules before attach()")
     parameters = trainable(model)
     held = held_by_a_flow(parameters)
     if held:

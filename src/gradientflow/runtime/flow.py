@@ -26,11 +26,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradientflow.documents import Record
-from gradientflow.errors import DeadlineError, TrainingError, UsageError
+from gradientflow.errors import TrainingError, UsageError
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile, TensorProfile
-from gradientflow.runtime.autograd import at_end_of_backward, inside_backward
+from gradientflow.runtime.autograd import after_enclosing_node, at_end_of_backward, inside_backward
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
 from gradientflow.runtime.observe import ForwardObserver
@@ -64,6 +64,7 @@ class Flow(ABC):
         self._names = tuple(self._parameters)
         self._wants_masters = master_weights
         self._masters: MasterWeights | None = None
+        self._known: set[int] = set()  # identities of what is exchanged, masters included
         self._exchange = exchange
         self._broadcast_buffers = broadcast_buffers
 
@@ -95,13 +96,15 @@ class Flow(ABC):
             refresh = OriginalOnly(lambda module, keys: self._refresh_masters())
             handle = self._model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
+        held = [*self._parameters.values(), *(self._masters.parameters() if self._masters else ())]
+        self._known = {id(parameter) for parameter in held}
         self._observer = ForwardObserver(self._model, self._parameters)
         for index, parameter in enumerate(self._parameters.values()):
             handle = parameter.register_post_accumulate_grad_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         self._handles += [
-            self._model.register_forward_pre_hook(OriginalOnly(self._before_forward)),
-            self._model.register_forward_hook(OriginalOnly(self._after_forward)),
+            self._model.register_forward_pre_hook(_uncompiled(self._before_forward)),
+            self._model.register_forward_hook(_uncompiled(self._after_forward)),
             self._optimizer.register_step_pre_hook(OriginalOnly(self._before_step)),
             self._optimizer.register_step_post_hook(OriginalOnly(self._after_step)),
         ]
@@ -174,8 +177,11 @@ class Flow(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, on all ranks together; after the model's own."""
-        if state.get("version") != 1:
-            raise UsageError(f"expected a state of version 1, found version {state.get('version')!r}")
+        if not isinstance(state, Mapping) or state.get("version") != 1:
+            raise UsageError("expected what state_dict() of a flow gave, version 1")
+        missing = {"step", "master_weights"} - state.keys()
+        if missing:
+            raise UsageError(f"the state lacks {', '.join(sorted(missing))}: it is not what state_dict() gave")
         if bool(state["master_weights"]) != (self._masters is not None):
             raise UsageError("the state was saved with another setting of master_weights")
         if self._masters:
@@ -225,8 +231,9 @@ class Flow(ABC):
 
     def _arrived_twice(self, index: int) -> TrainingError:
         self._broken = TrainingError(
-            f"the gradient of {self._names[index]!r} arrived twice in step {self._step}: the parameter is shared by "
-            "regions under reentrant checkpointing; use checkpoint(..., use_reentrant=False)"
+            f"the gradient of {self._names[index]!r} arrived twice in step {self._step}: either an earlier backward "
+            "pass was broken off by an exception (close this flow and attach again), or the parameter is shared "
+            "by regions under reentrant checkpointing (use checkpoint(..., use_reentrant=False))"
         )
         return self._broken
 
@@ -239,9 +246,8 @@ class Flow(ABC):
         self._check_unbroken()
         if self._opened_s:
             self._broken = TrainingError(
-                f"the backward pass of step {self._step} did not finish its exchange. Either an exception broke it "
-                "off: close this flow and attach again. Or all of it ran under reentrant checkpointing and some "
-                "parameters were not used: use checkpoint(..., use_reentrant=False)"
+                f"the backward pass of step {self._step} did not finish its exchange, an exception broke it off: "
+                "close this flow and attach again"
             )
             self._abandon()
             raise self._broken
@@ -251,8 +257,15 @@ class Flow(ABC):
         if not self._opened_s:
             return
         if 0.0 in self._arrived_s and inside_backward():
-            return  # of a reentrant checkpoint; gradients of the outer pass are still to come
+            # The end of a reentrant checkpoint's inner pass: gradients of the outer one are still to come.
+            after_enclosing_node(self._watch_outer)
+            return
         self._complete()
+
+    def _watch_outer(self) -> None:
+        if self._opened_s and not self._watching:
+            self._watching = True
+            at_end_of_backward(self._backward_ended)
 
     def _complete(self) -> None:
         """Finish the step that is open, and note how long training waited for it."""
@@ -300,10 +313,10 @@ class Flow(ABC):
         where = f"rank {self._exchange.rank} of {self._exchange.world}, step {self._step}"
         kind = type(error) if isinstance(error, TrainingError) else TrainingError
         words = f"{where}: {error or type(error).__name__}"
-        if isinstance(error, DeadlineError):
+        if isinstance(error, TrainingError):
             missing = self._exchange.control.missing_at(f"stuck/{self._step}")
             if missing:
-                words += f"; not waiting there too: rank {', '.join(map(str, missing))}"
+                words += f"; not stuck there too: rank {', '.join(map(str, missing))}"
         return kind(words)
 
     def _before_forward(self, model: nn.Module, args: object) -> None:
@@ -327,11 +340,23 @@ class Flow(ABC):
 
     def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
         self._check_whole()
+        self._check_owners()
         if self._local_only:
             raise UsageError(
                 "optimizer.step() with gradients that never left this rank: the last backward pass before "
                 "step() must run outside no_sync()"
             )
+
+    def _check_owners(self) -> None:
+        """Everything the optimizer updates must be exchanged, also what it was given since `attach`."""
+        known = self._known
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known and parameter.requires_grad:
+                    raise UsageError(
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not there or not "
+                        "trainable when attach() was called: its gradients are not averaged. close() and attach again"
+                    )
 
     def _after_step(self, optimizer: object, args: object, kwargs: object) -> None:
         if self._masters:
@@ -344,6 +369,11 @@ class Flow(ABC):
     def _refresh_masters(self) -> None:
         if self._masters:
             self._masters.refresh()
+
+
+def _uncompiled(hook: Callable[..., None]) -> OriginalOnly:
+    """A compiled model runs around such a hook, not through it: there are clocks and collectives inside."""
+    return OriginalOnly(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
 
 #: Flows that are attached now.

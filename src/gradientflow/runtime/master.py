@@ -9,7 +9,7 @@ et al. 2018; the GradientFlow paper trains this way).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -34,6 +34,10 @@ class MasterWeights:
     @property
     def nbytes(self) -> int:
         return sum(master.nbytes for master in self._masters.values())
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """The float32 copies."""
+        return self._masters.values()
 
     def take_gradients(self) -> None:
         """Move averaged gradients to the copies. The model's own are dropped: `optimizer.zero_grad()` no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ class PooledFlow(Flow):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         plan = None
-        if state.get("recipe") == str(self.recipe):
+        if isinstance(state, Mapping) and state.get("recipe") == str(self.recipe) and "plan" in state:
             # Lanes are this world's own affair: a state saved on another backend may count others.
             plan = parse_json(Plan, state["plan"], "the saved plan").on_lanes(self._exchange.num_lanes)
             try:
@@ -181,7 +182,8 @@ class PooledFlow(Flow):
                 f"the gradient of {self._names[index]!r} is sparse, which this version does not exchange: "
                 "build the embedding with sparse=False"
             )
-        return gradient.detach()  # of backward(create_graph=True)
+        warnings.warn("backward(create_graph=True): averaged gradients carry no graph of their own", stacklevel=2)
+        return gradient.detach()
 
     def _begin(self) -> None:
         if self._next_plan is not None:
