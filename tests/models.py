@@ -13,11 +13,11 @@ from torch import nn
 
 def mlp(large: bool) -> nn.Module:
     hidden = 512 if large else 48
-    return nn.Sequential(nn.Linear(64, hidden), nn.GELU(), *_hidden(hidden), nn.Linear(hidden, 10))
+    return nn.Sequential(nn.Linear(64, hidden), nn.GELU(), *_hidden(hidden, large), nn.Linear(hidden, 10))
 
 
-def _hidden(width: int) -> list[nn.Module]:
-    return [nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()]
+def _hidden(width: int, large: bool) -> list[nn.Module]:
+    return [nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()] if large else []
 
 
 class CNN(nn.Module):
@@ -26,19 +26,19 @@ class CNN(nn.Module):
     def __init__(self, large: bool) -> None:
         super().__init__()
         blocks: list[nn.Module] = []
-        for inputs, outputs in [(1, 16), (16, 32), (32, 64)]:
+        for inputs, outputs in [(1, 8), (8, 16)]:
             blocks += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.GELU()]
             blocks.append(nn.AvgPool2d(2))
         self.features = nn.Sequential(*blocks)
         hidden = 512 if large else 32
-        self.head = nn.Sequential(nn.Linear(64, hidden), nn.GELU(), *_hidden(hidden), nn.Linear(hidden, 10))
+        self.head = nn.Sequential(nn.Linear(64, hidden), nn.GELU(), *_hidden(hidden, large), nn.Linear(hidden, 10))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.features(images).flatten(1))
 
 
 class Transformer(nn.Module):
-    """Two encoder layers with a class token: parameters used outside any leaf module."""
+    """Encoder layers with a class token: a parameter used outside any leaf module."""
 
     def __init__(self, large: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Transformer(nn.Module):
         layer = nn.TransformerEncoderLayer(
             width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, bias=False
         )
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2 if large else 1, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
