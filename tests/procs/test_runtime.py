@@ -75,7 +75,7 @@ def without_quiet(model: nn.Module, number: int, quiet: Callable) -> None:
 
 
 @pytest.mark.parametrize("step", [accumulate, without_quiet])
-@pytest.mark.parametrize("recipe", ["wfbp", "lazy:50KB"])
+@pytest.mark.parametrize("recipe", ["wfbp", "lazy:2KB"])
 def test_accumulation_equals_ddp(step: Callable, recipe: str) -> None:
     run_ranks(2, _accumulation, step, recipe)
 
