@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gradientflow.errors import DocumentError
 
-# Files larger than this are not ours: a plan of 10,000 tensors takes about 2 MB, a bounded trace below 64.
+# Files larger than this are not ours: a plan of 10,000 tensors takes about 2 MB, a full trace about 26.
 MAX_NBYTES = 256 * 2**20
 
 

@@ -144,7 +144,8 @@ class PooledFlow(Flow):
     # - A step
 
     def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # This runs once a tensor and step, on the critical path: about 5 us. Attributes that change are
+        # This runs once a tensor and step, on the critical path (12 us a tensor at 604 of them, the
+        # multiplication included: benchmarks/overhead.py). Attributes that change are
         # looked up, everything else is bound here.
         flow = self
         arrived_s, views, messages_of = self._arrived_s, self._views, self._messages_of

@@ -15,7 +15,7 @@ from gradientflow.plan import Message, Plan, Slice
 from gradientflow.profile import Profile, TensorProfile
 from gradientflow.schedule.sizes import parse_nbytes
 
-#: The paper does not give its theta; this is what DDP's users know, and a good middle on 1-25 Gb/s.
+#: The paper's theta is not known; this is the size of DDP's buckets.
 DEFAULT_THETA = 25 * 10**6
 
 
