@@ -30,8 +30,12 @@ class RankFailed(AssertionError):
     """Some rank raised, died or never answered."""
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
-    """`function(*args)` on each of `world` ranks inside an initialised default group; results by rank."""
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0, lost: tuple[int, ...] = ()
+) -> list[Any]:
+    """`function(*args)` on each of `world` ranks inside an initialised default group; results by rank.
+
+    Nothing is expected of the `lost` ranks: they may die or stop, and are killed when the others are done."""
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = str(Path(directory) / "rendezvous")
         pipes, processes = [], []
@@ -43,10 +47,10 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: f
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, processes, timeout_s)
+            return _collect(pipes, processes, timeout_s, lost)
         finally:
-            for process in processes:
-                process.join(timeout=5)
+            for rank, process in enumerate(processes):
+                process.join(timeout=0 if rank in lost else 5)
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -69,9 +73,9 @@ def _rank(rank: int, world: int, rendezvous: str, pipe: Connection, function: Ca
         dist.destroy_process_group()
 
 
-def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float, lost: tuple[int, ...]) -> list[Any]:
     end_s = time.monotonic() + timeout_s
-    outcomes: dict[int, tuple[bool, Any]] = {}
+    outcomes: dict[int, tuple[bool, Any]] = {rank: (True, None) for rank in lost}
     while len(outcomes) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in outcomes}
         # Once one rank has failed the others are given a moment to say what they saw.

@@ -18,6 +18,7 @@ SOURCE = Path(gradientflow.__file__).parent
 FLOORS = (
     {"cli"},
     {"bench"},
+    {"integrations"},
     {"runtime"},
     {"rundir"},
     {"recipe"},

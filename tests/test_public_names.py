@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 
+import torch
+
 import gradientflow as gf
 
 NAMES = {
-    "DeadlineError", "DisagreementError", "DocumentError", "Flow", "GradientFlowError", "Message", "NonFiniteError",
-    "Plan", "Profile", "Recipe", "RecipeError", "RunDirectory", "Slice", "Span", "Sync", "TensorProfile", "Trace",
-    "TrainingError", "UsageError", "UserError", "attach",
+    "DeadlineError", "DisagreementError", "DistributedDataParallel", "DocumentError", "Flow", "GradientFlowError",
+    "Message", "NonFiniteError", "NothingToTrainError", "PeerError", "Plan", "Profile", "Recipe", "RecipeError",
+    "RunDirectory", "Slice", "Span", "Sync", "TensorProfile", "Trace", "TrainingError", "UsageError", "UserError",
+    "attach",
 }  # fmt: skip
 
 
@@ -27,6 +30,14 @@ def test_attach_keeps_its_arguments() -> None:
 def test_a_flow_keeps_its_methods() -> None:
     promised = {"no_sync", "synchronize", "trace", "profile", "plan", "memory", "step", "state_dict", "load_state_dict",
                 "close", "__enter__", "__exit__"}  # fmt: skip
+    for_wrappers = {"begin_forward", "end_forward", "arm", "broadcast", "contribute", "shadow_step"}
     assert promised <= set(dir(gf.Flow))
     public = {name for name in dir(gf.Flow) if not name.startswith("_")}
-    assert public == {name for name in promised if not name.startswith("_")}
+    assert public == {name for name in promised | for_wrappers if not name.startswith("_")}
+
+
+def test_the_drop_in_takes_what_torchs_class_takes_in_the_same_order() -> None:
+    stock = list(inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters)
+    ours = list(inspect.signature(gf.DistributedDataParallel.__init__).parameters)
+    assert ours[: len(stock)] == stock
+    assert ours[len(stock) :] == ["recipe", "deadline_s", "nonfinite"]

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
         DocumentError,
         GradientFlowError,
         NonFiniteError,
+        NothingToTrainError,
+        PeerError,
         RecipeError,
         TrainingError,
         UsageError,
         UserError,
     )
+    from gradientflow.integrations.ddp import DistributedDataParallel
     from gradientflow.plan import Message, Plan, Slice
     from gradientflow.profile import Profile, TensorProfile
     from gradientflow.recipe import Recipe
@@ -43,11 +46,14 @@ __version__ = "0.1.0"
 _HOME = {
     "DeadlineError": "errors",
     "DisagreementError": "errors",
+    "DistributedDataParallel": "integrations.ddp",
     "DocumentError": "errors",
     "Flow": "runtime.flow",
     "GradientFlowError": "errors",
     "Message": "plan",
     "NonFiniteError": "errors",
+    "NothingToTrainError": "errors",
+    "PeerError": "errors",
     "Plan": "plan",
     "Profile": "profile",
     "Recipe": "recipe",
@@ -67,11 +73,14 @@ _HOME = {
 __all__ = [
     "DeadlineError",
     "DisagreementError",
+    "DistributedDataParallel",
     "DocumentError",
     "Flow",
     "GradientFlowError",
     "Message",
     "NonFiniteError",
+    "NothingToTrainError",
+    "PeerError",
     "Plan",
     "Profile",
     "Recipe",

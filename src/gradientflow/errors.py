@@ -5,8 +5,10 @@
     │   ├── DocumentError      a file that does not hold what it should
     │   ├── RecipeError        a recipe that cannot be read, or whose parts do not fit together
     │   └── UsageError         a call at the wrong time or with the wrong thing
+    │       └── NothingToTrainError  a wrapper for a module without trainable parameters; a RuntimeError too
     └── TrainingError          the job cannot go on as it is; also a RuntimeError
         ├── DisagreementError  ranks would not do the same thing; raised before anything is sent
+        ├── PeerError          a rank is dead, stopped, has left or is somewhere else: waiting for it is vain
         ├── DeadlineError      somebody did not answer in time
         └── NonFiniteError     an averaged gradient is inf or nan on every rank
 
@@ -35,12 +37,24 @@ class UsageError(UserError):
     """A call at the wrong time or with the wrong thing."""
 
 
+class NothingToTrainError(UsageError, RuntimeError):
+    """No parameter requires a gradient. A RuntimeError as well, since that is what torch's DDP raises here."""
+
+
 class TrainingError(GradientFlowError, RuntimeError):
-    """The job cannot go on as it is."""
+    """The job cannot go on as it is. `ranks` are those to look at, as the whole job counts them."""
+
+    def __init__(self, words: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(words)
+        self.ranks = ranks
 
 
 class DisagreementError(TrainingError):
     """Ranks hold different models or plans; nothing was sent."""
+
+
+class PeerError(TrainingError):
+    """Another rank will not come: it is dead, stopped, has left, has skipped the step or waits elsewhere."""
 
 
 class DeadlineError(TrainingError):

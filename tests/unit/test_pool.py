@@ -62,12 +62,13 @@ def test_every_element_is_in_exactly_one_range(cuts: list[int], order) -> None:
     plan = Plan(schedule="cut", layout=tuple(tensors), messages=tuple(messages))
     plan.check(profile(tensors))
     pool = Pool(plan, tensors)
-    pool.mark_absent({"scalar"})
+    pool.mark_absent({"scalar"}, 0)
     for part in whole(plan, pool):
         part += 1
     for view in pool.views.values():
         assert torch.equal(view, torch.ones_like(view))
-    assert sum(part.numel() for part in whole(plan, pool)) == sum(t.numel() for t in tensors.values()) + len(tensors)
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    assert sum(part.numel() for part in whole(plan, pool)) == elements + len(tensors) + 1  # presence and "skipped"
 
 
 def test_presence_travels_with_the_last_message_and_tells_who_had_none() -> None:
@@ -75,14 +76,15 @@ def test_presence_travels_with_the_last_message_and_tells_who_had_none() -> None
     plan = bsp(profile(tensors))
     ranks = [Pool(plan, tensors) for _ in range(2)]
     absent = [{"a", "scalar"}, {"a", "c"}]
-    for pool, theirs in zip(ranks, absent, strict=True):
-        pool.mark_absent(theirs)
+    for pool, theirs, num_skipped in zip(ranks, absent, (0, 3), strict=True):
+        pool.mark_absent(theirs, num_skipped)
     for parts in zip(*(whole(plan, pool) for pool in ranks), strict=True):
         total = parts[0] + parts[1]
         for part in parts:
             part.copy_(total)
     for pool, theirs in zip(ranks, absent, strict=True):
         assert pool.absent_everywhere(theirs) == {"a"}
+        assert pool.somebody_skipped()
 
 
 def test_a_new_layout_takes_over_the_memory() -> None:

@@ -29,7 +29,7 @@ class RecordingExchange:
         self.threads: list[str] = []
         self._busy = [False] * num_lanes
 
-    def answer(self, question: Sum, lane: int) -> None:
+    def answer(self, question: Sum, lane: int, number: int = 0, detail: str = "") -> None:
         assert not self._busy[lane], "two conversations on one lane"
         self._busy[lane] = True
         time.sleep(random.random() * 0.002)
@@ -106,7 +106,7 @@ def test_the_training_thread_takes_over_a_backlog_and_slow_is_not_stuck() -> Non
     exchange = RecordingExchange(1)
     exchange.deadline_s = 0.05
     answer = exchange.answer
-    exchange.answer = lambda question, lane: (time.sleep(0.04), answer(question, lane))  # type: ignore[method-assign, assignment, return-value]
+    exchange.answer = lambda question, lane, *place: (time.sleep(0.04), answer(question, lane))  # type: ignore[method-assign, assignment, return-value]
     pump, _ = loaded(exchange, 6)
     pump.begin(0)
     for message in range(5):
@@ -134,7 +134,7 @@ def test_a_lane_that_does_not_move_runs_into_the_deadline() -> None:
     exchange = RecordingExchange(1)
     exchange.deadline_s = 0.05
     release = threading.Event()
-    exchange.answer = lambda question, lane: release.wait(10)  # type: ignore[method-assign, assignment, return-value]
+    exchange.answer = lambda question, lane, *place: release.wait(10)  # type: ignore[method-assign, assignment, return-value]
     pump, _ = loaded(exchange, 2)
     pump.begin(0)
     pump.ready(0)

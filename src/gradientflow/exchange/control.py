@@ -6,21 +6,23 @@ ranks.
 
 from __future__ import annotations
 
-import datetime
+import time
 
 import torch.distributed as dist
 
-from gradientflow.errors import DeadlineError
+from gradientflow.errors import DeadlineError, TrainingError
+from gradientflow.exchange.health import LOOK_S, Health
 
 
 class Control:
     """Collective calls over `store`; every rank makes the same ones in the same order."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, deadline_s: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, deadline_s: float, health: Health) -> None:
         self._store = store
         self._rank = rank
         self._world = world
         self._deadline_s = deadline_s
+        self._health = health
         self._round = 0
 
     def gather(self, text: str, purpose: str) -> list[str]:
@@ -32,20 +34,6 @@ class Control:
         """Rank 0's `text`, on every rank."""
         return self._hear(self._say(text, [0]), purpose)[0]
 
-    def missing_at(self, place: str) -> list[int]:
-        """State that this rank is stuck at `place`; the ranks that have not said so some seconds later.
-
-        Ranks run into their deadlines one after the other, as they began to wait one after the other.
-        """
-        patience_s = min(self._deadline_s, 10.0)
-        keys = {rank: f"{place}/{rank}" for rank in range(self._world)}
-        try:
-            self._store.set(keys[self._rank], "here")
-            self._store.wait(list(keys.values()), datetime.timedelta(seconds=patience_s))
-            return []
-        except RuntimeError:
-            return self._silent(keys)
-
     def _say(self, text: str, speakers: range | list[int]) -> dict[int, str]:
         self._round += 1
         keys = {rank: f"{self._round}/{rank}" for rank in speakers}
@@ -54,18 +42,33 @@ class Control:
         return keys
 
     def _hear(self, keys: dict[int, str], purpose: str) -> list[str]:
+        self._health.enter("agreement", self._round, purpose)
         try:
-            self._store.wait(list(keys.values()), datetime.timedelta(seconds=self._deadline_s))
-        except RuntimeError as error:  # DistStoreError
-            missing = ", ".join(map(str, self._silent(keys))) or "somebody"
-            raise DeadlineError(
-                f"rank {self._rank} waited {self._deadline_s:g} s to {purpose}; nothing came from rank "
-                f"{missing}: did it get there, and does it run the same script?"
-            ) from error
-        return [str(self._store.get(key), "utf-8") for key in keys.values()]
+            self._wait_for(keys, purpose)
+            return [str(self._store.get(key), "utf-8") for key in keys.values()]
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise TrainingError(f"the job's store is gone: rank 0 or the launcher held it ({error})") from error
+        finally:
+            self._health.leave()
 
-    def _silent(self, keys: dict[int, str]) -> list[int]:
-        try:
-            return [rank for rank, key in keys.items() if not self._store.check([key])]
-        except RuntimeError:
-            return []  # the store itself is gone
+    def _wait_for(self, keys: dict[int, str], purpose: str) -> None:
+        """By asking again and again: a wait of the store that runs out writes warnings to the terminal."""
+        names, pause_s = list(keys.values()), 0.001
+        look_s, end_s = time.monotonic() + LOOK_S, time.monotonic() + self._deadline_s
+        while not self._store.check(names):
+            now_s = time.monotonic()
+            if now_s > end_s:
+                raise self._too_late(keys, purpose)
+            if now_s > look_s:
+                self._health.check(deadline=False)
+                look_s = now_s + LOOK_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+    def _too_late(self, keys: dict[int, str], purpose: str) -> DeadlineError:
+        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+        return DeadlineError(
+            f"rank {self._rank} waited {self._deadline_s:g} s to {purpose}; nothing came from rank "
+            f"{', '.join(map(str, missing)) or 'somebody'}: did it get there, and does it run the same script?",
+            tuple(missing),
+        )

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import socket
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradientflow.errors import UsageError
-from gradientflow.exchange import Native
+from gradientflow.exchange import Moment, Native, Stamp
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import Network, Run, RunDirectory, now
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import Flow, held_by_a_flow, trainable
+from gradientflow.runtime.optimizers import held_by
+from gradientflow.runtime.options import NonFinite, Options
 from gradientflow.runtime.plain import PlainFlow
 from gradientflow.runtime.pooled import PooledFlow, in_order_of_registration
 from gradientflow.runtime.settings import RUN_ENV, SWITCH_ENV, Settings
@@ -41,6 +45,7 @@ def attach(
     profile: Profile | None = None,
     master_weights: bool = False,
     broadcast_buffers: bool = True,
+    nonfinite: NonFinite = "pass",
     deadline_s: float = DEADLINE_S,
 ) -> Flow:
     """Average the gradients of `model` over all ranks, in every backward pass, as `recipe` says.
@@ -54,11 +59,42 @@ def attach(
     profile: the model's tensors in backward order; without it the first step is observed.
     master_weights: update fp16/bf16 parameters through float32 copies; see `gradientflow.runtime.master`.
     broadcast_buffers: make buffers rank 0's before each training forward, as DDP does.
-    deadline_s: how long any one wait for the others may last; then `DeadlineError`.
+    nonfinite: what to do, on all ranks together, if an averaged gradient is inf or nan: "pass" it on as DDP
+        does, "raise", or "skip" the step (no parameter has a gradient, so `optimizer.step()` changes nothing).
+    deadline_s: how long any one wait for ranks that are alive may last; then `DeadlineError`. A rank that is
+        dead, stopped, gone or elsewhere is named within ten seconds (`PeerError`).
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"expected a torch.optim.Optimizer as optimizer, found {type(optimizer).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError("the model is wrapped in DistributedDataParallel already: attach to model.module, unwrapped")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise UsageError(f"expected a GradScaler as scaler, found {type(scaler).__name__}")
+    options = Options(
+        broadcast_buffers=broadcast_buffers,
+        master_weights=master_weights,
+        overflow_is_handled=scaler is not None and scaler.is_enabled(),
+        nonfinite=nonfinite,
+    )
+    return open_flow(model, optimizer, recipe, process_group, options, profile=profile, deadline_s=deadline_s)
+
+
+def open_flow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    recipe: Recipe | str | None,
+    process_group: dist.ProcessGroup | None,
+    options: Options,
+    *,
+    profile: Profile | None = None,
+    deadline_s: float = DEADLINE_S,
+    broadcast_parameters: bool = True,
+    broadcast_first_buffers: bool = True,
+) -> Flow:
+    """What `attach` does, for wrappers. Without an optimizer, any that holds the parameters is watched."""
     settings = Settings.from_environment()
     chosen = settings.choose(recipe)
-    _check(model, optimizer, profile, deadline_s)
+    _check(model, optimizer, profile, deadline_s, options)
     group = process_group or dist.group.WORLD
     if group is None or not dist.is_initialized():
         raise UsageError(
@@ -67,52 +103,47 @@ def attach(
         )
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
-    if scaler is not None and not hasattr(scaler, "is_enabled"):
-        raise UsageError(f"expected a GradScaler as scaler, found {type(scaler).__name__}")
-    overflow_is_handled = scaler is not None and scaler.is_enabled()
     exchange = Native(group, _device(model), chosen.lanes, deadline_s)
     try:
-        plan = chosen.plan(profile or in_order_of_registration(model), exchange.num_lanes)
-        _compare(
-            exchange,
-            {
-                "recipe": str(chosen),
-                SWITCH_ENV: "on" if settings.on else "off",
-                RUN_ENV: "set" if settings.run_directory else "not set",
-                "master_weights": str(master_weights),
-                "broadcast_buffers": str(broadcast_buffers),
-                "profile": "not given" if profile is None else "given",
-                "scaler": "enabled" if overflow_is_handled else "none",
-            },
-            model,
-            plan,
-        )
-        exchange.broadcast([*model.parameters(), *model.buffers()])
+        guess = profile or in_order_of_registration(model, options.ignored)
+        plan = chosen.plan(guess, exchange.num_lanes)
+        facts = {
+            "recipe": str(chosen),
+            SWITCH_ENV: "on" if settings.on else "off",
+            RUN_ENV: "set" if settings.run_directory else "not set",
+            "options": repr(dataclasses.replace(options, ignored=frozenset())),
+            "profile": "not given" if profile is None else "given",
+        }
+        _compare(exchange, facts, model, options, plan)
+        first: dict[str, torch.Tensor] = dict(model.named_parameters()) if broadcast_parameters else {}
+        first |= dict(model.named_buffers()) if broadcast_first_buffers else {}
+        tensors = [tensor for name, tensor in first.items() if name not in options.ignored]
+        exchange.broadcast(tensors, Stamp(0, Moment.START))
         if not settings.on:
             if exchange.rank == 0:
                 _log.warning("%s=off: gradients are averaged one by one, not as '%s'", SWITCH_ENV, chosen)
-            return PlainFlow(model, optimizer, exchange, broadcast_buffers, master_weights)
+            return PlainFlow(model, optimizer, exchange, options)
         return PooledFlow(
             model,
             optimizer,
             exchange,
             chosen,
             plan,
+            options,
             observe=profile is None,
-            overflow_is_handled=overflow_is_handled,
             run_directory=_run_directory(settings, chosen, exchange),
-            broadcast_buffers=broadcast_buffers,
-            master_weights=master_weights,
         )
-    except BaseException:
-        exchange.close()
+    except BaseException as error:
+        exchange.abandon(f"failed to attach: {error}")
         raise
 
 
-def _compare(exchange: Native, settings: dict[str, str], model: nn.Module, plan: Plan) -> None:
+def _compare(exchange: Native, settings: dict[str, str], model: nn.Module, options: Options, plan: Plan) -> None:
     """Raise on every rank unless all have the same settings and tensors and would send the same plan."""
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = describe_tensors("tensor", everything) | describe_tensors("trainable", trainable(model))
+    everything = {name: tensor for name, tensor in everything.items() if name not in options.ignored}
+    exchanged = trainable(model, options.ignored)
+    tensors = describe_tensors("tensor", everything) | describe_tensors("trainable", exchanged)
     compare(exchange.control, settings | tensors | describe_plan(plan))
 
 
@@ -124,13 +155,17 @@ def _device(model: nn.Module) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-def _check(model: nn.Module, optimizer: object, profile: Profile | None, deadline_s: float) -> None:
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    profile: Profile | None,
+    deadline_s: float,
+    options: Options,
+) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module as model, found {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise UsageError("the model is wrapped in DistributedDataParallel already: attach to model.module, unwrapped")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"expected a torch.optim.Optimizer as optimizer, found {type(optimizer).__name__}")
+    if options.nonfinite not in get_args(NonFinite):
+        raise UsageError(f"nonfinite must be one of {', '.join(get_args(NonFinite))}, found {options.nonfinite!r}")
     if not isinstance(deadline_s, int | float) or not 0 < deadline_s < float("inf"):
         raise UsageError(f"deadline_s must be a number of seconds above 0, found {deadline_s!r}")
     if profile is not None and not isinstance(profile, Profile):
@@ -138,15 +173,14 @@ def _check(model: nn.Module, optimizer: object, profile: Profile | None, deadlin
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise UsageError(f"{lazy[0]!r} has no shape yet: run one forward pass through lazy modules before attach()")
-    parameters = trainable(model)
+    parameters = trainable(model, options.ignored)
     held = held_by_a_flow(parameters)
-    if held:
+    if held and not options.forward_is_told:  # wrappers of one model take turns, forward pass by forward pass
         raise UsageError(f"{held[0]!r} and {len(held) - 1} more are attached already: close() that flow first")
     known = set(parameters.values())
     strangers = [
         tuple(parameter.shape)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in (held_by(optimizer) if optimizer else ())
         if parameter.requires_grad and parameter not in known
     ]
     if strangers:

@@ -3,7 +3,7 @@
 `Flow` watches the training loop and knows nothing of how gradients travel. A training step, as seen from
 here:
 
-    forward       buffers are made rank 0's, as DDP does
+    forward       buffers are made rank 0's, as DDP does; a flow that broke down before meets the others anew
     backward      each gradient arrives (`_arrival_hook`), the first one opens the step
     end of it     the step is finished (`_finish`): gradients are the average over ranks on return
     optimizer     `step()` refuses gradients that were never exchanged
@@ -16,24 +16,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradientflow.documents import Record
-from gradientflow.errors import TrainingError, UsageError
-from gradientflow.exchange import Native
+from gradientflow.errors import DisagreementError, NonFiniteError, TrainingError, UsageError
+from gradientflow.exchange import Moment, Native, Stamp
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile, TensorProfile
 from gradientflow.runtime.autograd import after_enclosing_node, at_end_of_backward, inside_backward
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
 from gradientflow.runtime.observe import ForwardObserver
+from gradientflow.runtime.optimizers import AnyOptimizer, OneOptimizer, Optimizers
+from gradientflow.runtime.options import Options
+from gradientflow.runtime.outputs import Forwards
 from gradientflow.trace import MAIN, Recorder, Span, Trace
 
 
@@ -50,64 +55,89 @@ class Flow(ABC):
     """Made by `gradientflow.attach`; a context manager."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        exchange: Native,
-        broadcast_buffers: bool,
-        master_weights: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Native, options: Options
     ) -> None:
         # - What is trained
         self._model = model
-        self._optimizer = optimizer
-        self._parameters = trainable(model)
-        self._names = tuple(self._parameters)
-        self._wants_masters = master_weights
-        self._masters: MasterWeights | None = None
+        self._options = options
         self._known: set[int] = set()  # identities of what is exchanged, masters included
+        self._optimizers: Optimizers = OneOptimizer(optimizer) if optimizer else AnyOptimizer(self._known)
+        self._masters: MasterWeights | None = None
         self._exchange = exchange
-        self._broadcast_buffers = broadcast_buffers
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._frozen: list[nn.Parameter] = []  # not exchanged, because they were frozen
 
         # - Where the current step stands
         self._step = 0
-        self._exchanging = True  # False inside no_sync()
+        #: False inside no_sync(): backward passes only accumulate.
+        self.exchanging = True
         self._watching = False  # the end of the running backward pass will call us
-        self._arrived_s = [0.0] * len(self._names)  # 0.0: not yet
+        self._arrived_s: list[float] = []  # 0.0: not yet
         self._opened_s = 0.0  # first arrival of this step; 0.0: none
-        self._local_only = False  # gradients were accumulated under no_sync() and not exchanged since
+        self._local: set[int] = set()  # parameters with gradients from no_sync(), not exchanged since
+        self._forwards = Forwards()
+        self._num_contributing = exchange.world
+        self._joined = False  # this rank has run out of inputs and only keeps the others company
+        self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._broken: TrainingError | None = None
 
         # - What is measured
         self._recorder = Recorder()
         self._forward_began_s = 0.0
         self._step_began_s = 0.0
-        self._last_arrived_s = self._arrived_s
+        self._last_arrived_s: list[float] = []
         self._last_opened_s = 0.0
         self._observer: ForwardObserver | None = None
 
         self._closed = False
+        self._process = os.getpid()
         self._handles: list[RemovableHandle] = []
+        self._parameter_handles: list[RemovableHandle] = []
+
+    def _take(self) -> None:
+        """Know the trainable parameters; hooks come later, with `_hold`."""
+        names = self._parameters.keys() | trainable(self._model, self._options.ignored).keys()
+        every = {name: p for name, p in self._model.named_parameters() if name not in self._options.ignored}
+        self._parameters = {name: parameter for name, parameter in every.items() if name in names}
+        self._frozen = [parameter for name, parameter in every.items() if name not in names]
+        self._names = tuple(self._parameters)
+        self._arrived_s = [0.0] * len(self._names)
+        self._last_arrived_s = self._arrived_s.copy()
+
+    def _hold(self) -> None:
+        """Put a hook on every parameter that is exchanged."""
+        for handle in self._parameter_handles:
+            handle.remove()
+        held = [*self._parameters.values(), *(self._masters.parameters() if self._masters else ())]
+        self._known.clear()
+        self._known.update(id(parameter) for parameter in held)
+        self._parameter_handles = []
+        for index, parameter in enumerate(self._parameters.values()):
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)  # PyTorch wants it so; one that is frozen now may train again
+            handle = parameter.register_post_accumulate_grad_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trains)
+            self._parameter_handles.append(handle)
 
     def _watch(self) -> None:
         """Take hold of model and optimizer; the last thing a constructor does, so that one that fails
         leaves nothing behind."""
-        if self._wants_masters:
-            self._masters = MasterWeights(self._parameters, self._optimizer)
+        if self._options.master_weights:
+            assert isinstance(self._optimizers, OneOptimizer)
+            self._masters = MasterWeights(self._parameters, self._optimizers.optimizer)
             refresh = OriginalOnly(lambda module, keys: self._refresh_masters())
             handle = self._model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        held = [*self._parameters.values(), *(self._masters.parameters() if self._masters else ())]
-        self._known = {id(parameter) for parameter in held}
         self._observer = ForwardObserver(self._model, self._parameters)
-        for index, parameter in enumerate(self._parameters.values()):
-            handle = parameter.register_post_accumulate_grad_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-        self._handles += [
-            self._model.register_forward_pre_hook(_uncompiled(self._before_forward)),
-            self._model.register_forward_hook(_uncompiled(self._after_forward)),
-            self._optimizer.register_step_pre_hook(OriginalOnly(self._before_step)),
-            self._optimizer.register_step_post_hook(OriginalOnly(self._after_step)),
-        ]
+        self._hold()
+        self._handles += self._optimizers.watch(self._before_step, self._after_step)
+        if not self._options.forward_is_told:
+            self._handles += [
+                self._model.register_forward_pre_hook(_uncompiled(self._before_forward)),
+                self._model.register_forward_hook(_uncompiled(self._after_forward)),
+            ]
+        self._exchange.health.place = "between attach and the first forward pass"
+        self._exchange.health.trainer = threading.get_ident()
         _open_flows.add(self)
         atexit.register(self.close)
 
@@ -119,8 +149,9 @@ class Flow(ABC):
         `_arrived_s[index]`; outside an exchange it does nothing but call `_accumulated`."""
 
     @abstractmethod
-    def _finish(self, missing: list[int]) -> None:
-        """All gradients but the `missing` have arrived: make every gradient the average over ranks."""
+    def _finish(self, missing: list[int], num_skipped: int) -> bool:
+        """All gradients but the `missing` have arrived: make every gradient the average over ranks.
+        Returns whether any rank had skipped anything."""
 
     @property
     @abstractmethod
@@ -130,6 +161,28 @@ class Flow(ABC):
     @abstractmethod
     def memory(self) -> Memory:
         """Bytes held beyond the model, the optimizer and the process group."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """The exchange of this step failed: let go of memory that it may still write to."""
+
+    @abstractmethod
+    def _restart(self) -> None:
+        """There is a new exchange, or other parameters: build anew what hangs on them. Collective."""
+
+    def _begin(self) -> None:  # noqa: B027 - nothing, unless a way of travelling says otherwise
+        """The first gradient of a step is about to be taken up."""
+
+    def _settle(self) -> None:  # noqa: B027
+        """Every rank has finished the step: what has to be agreed on before the next may be done here."""
+
+    def _num_calls_outside(self) -> int:
+        """How often this rank has handed the exchange to code that is not ours, and got it back."""
+        return 0
+
+    def _can_overflow(self) -> bool:
+        """Whether finite gradients may have become inf on the way."""
+        return False
 
     # - For the training loop
 
@@ -141,11 +194,11 @@ class Flow(ABC):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate, on this rank. Enter it on all ranks alike."""
-        before, self._exchanging = self._exchanging, False
+        before, self.exchanging = self.exchanging, False
         try:
             yield
         finally:
-            self._exchanging = before
+            self.exchanging = before
 
     def synchronize(self) -> None:
         """Raise unless every gradient of the last exchanged backward pass is the average over ranks."""
@@ -157,17 +210,20 @@ class Flow(ABC):
 
     def profile(self) -> Profile:
         """The model's tensors as the last exchanged backward pass and the first forward passes showed them."""
-        order = sorted(range(len(self._names)), key=lambda index: self._last_arrived_s[index] or float("inf"))
+        return self._profile_of(self._names)
+
+    def _profile_of(self, names: tuple[str, ...]) -> Profile:
+        arrived_s = dict(zip(self._names, self._last_arrived_s, strict=True))
+        order = sorted(names, key=lambda name: arrived_s[name] or float("inf"))
         forward_s = self._observer.seconds if self._observer else {}
         position = {name: number for number, name in enumerate(dict.fromkeys([*forward_s, *self._names]))}
         tensors, previous_s = [], self._last_opened_s
-        for index in order:
-            name = self._names[index]
-            arrived_s = self._last_arrived_s[index] or previous_s
+        for name in order:
+            at_s = arrived_s[name] or previous_s
             times = {"forward_order": position[name], "forward_s": forward_s.get(name, 0.0)}
-            times["backward_s"] = max(0.0, arrived_s - previous_s)
+            times["backward_s"] = max(0.0, at_s - previous_s)
             tensors.append(TensorProfile.of(name, self._parameters[name]).model_copy(update=times))
-            previous_s = arrived_s
+            previous_s = at_s
         return Profile(tensors=tuple(tensors))
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,21 +246,21 @@ class Flow(ABC):
 
     def close(self) -> None:
         """Take everything away that `attach` put there. Finished gradients stay as they are."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a forked child has neither the threads nor the hooks' use
             return
         self._closed = True
         atexit.unregister(self.close)
         _open_flows.discard(self)
-        for handle in self._handles:
+        for handle in [*self._handles, *self._parameter_handles]:
             handle.remove()
         if self._observer:
             self._observer.close()
         if self._opened_s:
-            self._abandon()
+            self._break_off(f"left in the middle of step {self._step}")
         if self._masters:
             self._masters.restore()
         if self._broken is None:
-            self._exchange.close()  # a broken one may block: its operations are still in flight
+            self._exchange.close()
 
     def __enter__(self) -> Self:
         return self
@@ -212,7 +268,77 @@ class Flow(ABC):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    # - For a wrapper that runs the model itself (`Options.forward_is_told`)
+
+    def begin_forward(self) -> None:
+        """Before a forward pass that backward may follow."""
+        self._exchange.health.trainer = threading.get_ident()
+        if self._opened_s:
+            self._break_off(f"broke off the backward pass of step {self._step}")
+        if self._broken is not None:
+            self._recover()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._take_up_unfrozen()
+        self._exchange.health.place = "forward"
+        self._forward_began_s = self._recorder.clock()
+        self._step_began_s = self._step_began_s or self._forward_began_s
+
+    def end_forward(self, output: object) -> None:
+        now_s = self._recorder.clock()
+        self._recorder.add(Span("forward", "forward", MAIN, self._forward_began_s, now_s, self._step))
+        self._forward_began_s = 0.0
+        if self._observer:
+            self._observer.end_of_forward()
+        if self.exchanging:
+            self._forwards.note(output, self._reached, counts=self._model.training)
+        self._exchange.health.place = "between forward and backward"
+
+    def broadcast(self, tensors: list[torch.Tensor], moment: Moment, source: int = 0) -> None:
+        """Make `tensors` those of rank `source`. Collective."""
+        self._check_unbroken()
+        if tensors:
+            with self._breaking():
+                self._exchange.broadcast(tensors, Stamp(self._step, moment), source)
+
+    def arm(self, exchanging: bool) -> None:
+        """From now on backward exchanges, or only accumulates; other wrappers of the same parameters do neither."""
+        self.exchanging = exchanging
+        for other in _open_flows:
+            if other is not self and not other._known.isdisjoint(self._known):
+                other.exchanging = False
+
+    def contribute(self, num_contributing: int) -> None:
+        """From now on, so many ranks have inputs; averages are over them."""
+        self._num_contributing = num_contributing
+
+    def shadow_step(self) -> None:
+        """Take part in the others' exchange with nothing to give, and take nothing."""
+        self._check_unbroken()
+        self._joined = True
+        try:
+            self._opened_s = self._recorder.clock()
+            self._begin()
+            self._complete()
+        finally:
+            self._joined = False
+
     # - Hooks
+
+    def _before_forward(self, model: nn.Module, args: object) -> None:
+        if not (model.training and torch.is_grad_enabled()) or inside_backward():
+            return  # evaluation may happen on one rank only; recomputation is not a forward pass
+        self.begin_forward()
+        if self.exchanging and self._options.broadcast_buffers:
+            self.broadcast(list(model.buffers()), Moment.TRAINING)
+
+    def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
+        if self._forward_began_s:
+            self.end_forward(output)
+
+    def _reached(self) -> None:
+        """Backward has come to the model's output."""
+        if self._options.may_use_none and self.exchanging and not self._watching:
+            self._open()
 
     def _open(self) -> None:
         """Before a gradient is taken up, once a backward pass (again after an inner one has ended)."""
@@ -221,35 +347,35 @@ class Flow(ABC):
         at_end_of_backward(self._backward_ended)
         if not self._opened_s:
             self._opened_s = self._recorder.clock()
+            self._exchange.health.place = "backward"
+            self._exchange.health.in_backward = True
             self._begin()
 
-    def _begin(self) -> None:  # noqa: B027 - nothing, unless a way of travelling says otherwise
-        """The first gradient of a step is about to be taken up."""
-
-    def _accumulated(self) -> None:
-        self._local_only = True
+    def _accumulated(self, index: int) -> None:
+        self._local.add(index)
 
     def _arrived_twice(self, index: int) -> TrainingError:
+        self._break_off(f"got the gradient of {self._names[index]!r} twice in step {self._step}")
         self._broken = TrainingError(
             f"the gradient of {self._names[index]!r} arrived twice in step {self._step}: either an earlier backward "
-            "pass was broken off by an exception (close this flow and attach again), or the parameter is shared "
-            "by regions under reentrant checkpointing (use checkpoint(..., use_reentrant=False))"
+            "pass was broken off by an exception, or the parameter is shared by regions under reentrant checkpointing "
+            "(use checkpoint(..., use_reentrant=False), or static_graph=True)"
         )
         return self._broken
 
     def _check_unbroken(self) -> None:
         if self._broken is not None:
-            raise TrainingError(f"this flow broke down before: {self._broken}") from self._broken
+            raise TrainingError(
+                f"this flow broke down before: {self._broken}; the next training forward pass tries anew",
+                self._broken.ranks,
+            ) from self._broken
 
     def _check_whole(self) -> None:
         """Between backward passes no step may be open: what is in the gradients then is not an average."""
         self._check_unbroken()
         if self._opened_s:
-            self._broken = TrainingError(
-                f"the backward pass of step {self._step} did not finish its exchange, an exception broke it off: "
-                "close this flow and attach again"
-            )
-            self._abandon()
+            self._break_off(f"broke off the backward pass of step {self._step}")
+            assert self._broken is not None
             raise self._broken
 
     def _backward_ended(self) -> None:
@@ -269,96 +395,172 @@ class Flow(ABC):
 
     def _complete(self) -> None:
         """Finish the step that is open, and note how long training waited for it."""
+        health = self._exchange.health
+        health.place = "the end of backward"
         ended_s = self._recorder.clock()
         missing = [index for index, arrived_s in enumerate(self._arrived_s) if not arrived_s]
+        mine = _Skipped(self._forwards.num_run, self._forwards.num_unused, health.num_skipped)
         with self._breaking():
-            self._finish(missing)
+            somebody_skipped = self._finish(missing, 0 if self._joined else mine.unused + mine.steps)
         done_s = self._recorder.clock()
         self._recorder.add(Span("backward", "backward", MAIN, self._opened_s, ended_s, self._step))
         self._recorder.add(Span("exposed", "exposed", MAIN, ended_s, done_s, self._step))
         if self._masters:
             self._masters.take_gradients()
-        self._last_arrived_s, self._last_opened_s = self._arrived_s.copy(), self._opened_s
-        self._arrived_s[:] = [0.0] * len(self._names)
-        self._opened_s = 0.0
-        self._local_only = False
-        self._step += 1
+        if not self._joined:
+            self._last_arrived_s, self._last_opened_s = self._arrived_s.copy(), self._opened_s
+        self._step_ended()
         with self._breaking():
             self._settle()
-        self._judge()
+            offenders = self._compare_skipped(mine) if somebody_skipped else ""
+        self._judge(offenders)
+
+    def _step_ended(self) -> None:
+        self._arrived_s[:] = [0.0] * len(self._names)
+        self._opened_s = 0.0
+        self._local.clear()
+        self._forwards.exchanged()
+        self._step += 1
+        health = self._exchange.health
+        health.step, health.num_skipped, health.in_backward = self._step, 0, False
+        health.place = "after backward"
+
+    def _compare_skipped(self, mine: _Skipped) -> str:
+        """Collective. Who ran forward passes, or optimizer steps, that the others did not; "" if nobody."""
+        texts = self._exchange.control.gather("joined" if self._joined else mine.text(), "compare steps")
+        everyone = {rank: _Skipped.of(text) for rank, text in enumerate(texts) if text != "joined"}
+        least = _Skipped(*(min(values) for values in zip(*everyone.values(), strict=True)))
+        words = []
+        for rank, theirs in everyone.items():
+            if theirs.steps > least.steps:
+                words.append(f"rank {rank} called optimizer.step() without an exchanged backward pass before it")
+            elif theirs.unused and theirs.forwards > least.forwards:
+                words.append(f"rank {rank} ran a training forward pass that no backward pass followed")
+        return "; ".join(words)
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """A failure inside ends this flow: ranks may no longer stand at the same place."""
+        """A failure inside ends this exchange: ranks may no longer stand at the same place."""
         try:
             yield
         except BaseException as error:
             self._broken = self._explain(error)
-            self._abandon()
+            ranks = error.ranks if isinstance(error, TrainingError) else ()
+            self._give_up(f"{_kind(error)}{error or type(error).__name__}", ranks)
             if not isinstance(error, Exception):
                 raise
             raise self._broken from error
 
-    def _settle(self) -> None:  # noqa: B027
-        """Every rank has finished the step: what has to be agreed on before the next may be done here."""
+    def _break_off(self, words: str) -> None:
+        self._broken = TrainingError(
+            f"{self._where()}: {words}, an exception ended it: gradients are no averages", (self._exchange.global_rank,)
+        )
+        self._give_up(words, ())
 
-    @abstractmethod
-    def _abandon(self) -> None:
-        """The exchange of this step failed: let go of memory that it may still write to."""
-
-    def _judge(self) -> None:  # noqa: B027
-        """The step is finished and the flow ready for the next; raise if its result must not be used."""
+    def _give_up(self, words: str, culprits: tuple[int, ...]) -> None:
+        self._exchange.abandon(words, culprits)
+        self._abandon()
+        self._opened_s = 0.0
+        self._watching = False
 
     def _explain(self, error: BaseException) -> TrainingError:
-        where = f"rank {self._exchange.rank} of {self._exchange.world}, step {self._step}"
         kind = type(error) if isinstance(error, TrainingError) else TrainingError
-        words = f"{where}: {error or type(error).__name__}"
-        if isinstance(error, TrainingError):
-            missing = self._exchange.control.missing_at(f"stuck/{self._step}")
-            if missing:
-                words += f"; not stuck there too: rank {', '.join(map(str, missing))}"
-        return kind(words)
+        ranks = error.ranks if isinstance(error, TrainingError) else ()
+        return kind(f"{self._where()}: {error or type(error).__name__}", ranks)
 
-    def _before_forward(self, model: nn.Module, args: object) -> None:
-        if not (model.training and torch.is_grad_enabled()) or inside_backward():
-            return  # evaluation may happen on one rank only; recomputation is not a forward pass
-        self._check_whole()
-        if self._exchanging and self._broadcast_buffers:
-            with self._breaking():
-                self._exchange.broadcast(model.buffers())
-        self._forward_began_s = self._recorder.clock()
-        self._step_began_s = self._step_began_s or self._forward_began_s
+    def _where(self) -> str:
+        return f"rank {self._exchange.rank} of {self._exchange.world}, step {self._step}"
 
-    def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
-        if not self._forward_began_s:
+    def _recover(self) -> None:
+        """Meet the other ranks again after a failure. Collective; what was exchanged last is lost."""
+        exchange = self._exchange.renewed()
+        stands = exchange.control.gather(f"{self._step} {self._num_calls_outside()}", "compare steps after a failure")
+        if len(set(stands)) > 1:
+            exchange.close()
+            steps, calls = zip(*(stand.split() for stand in stands), strict=True)
+            raise TrainingError(
+                f"after '{self._broken}' ranks stand at different steps ({', '.join(steps)} by rank): load a "
+                "checkpoint, then close and attach again, on all ranks"
+                if len(set(steps)) > 1
+                else f"after '{self._broken}' ranks have made different numbers of comm hook calls ({', '.join(calls)} "
+                "by rank), so the process group that the hook uses is out of step: give a new wrapper a new group"
+            )
+        self._exchange = exchange
+        exchange.health.step, exchange.health.trainer = self._step, threading.get_ident()
+        self._arrived_s[:] = [0.0] * len(self._names)
+        self._local.clear()
+        self._forwards.exchanged()
+        self._restart()
+        self._hold()
+        self._broken = None
+
+    def _take_up_unfrozen(self) -> None:
+        """Parameters that were frozen are trainable now. Collective: it is so on all ranks, or raises."""
+        self._take()
+        with self._breaking():
+            self._restart()
+        self._hold()
+
+    # - Judgement
+
+    def _judge(self, offenders: str) -> None:
+        """The step is finished and the flow ready for the next; raise if its result must not be used."""
+        if self._joined:
             return
-        now_s = self._recorder.clock()
-        self._recorder.add(Span("forward", "forward", MAIN, self._forward_began_s, now_s, self._step))
-        self._forward_began_s = 0.0
-        if self._observer:
-            self._observer.end_of_forward()
+        if offenders:
+            self._drop_gradients()
+            raise DisagreementError(
+                f"step {self._step - 1}: {offenders}, the other ranks did not: its gradients are dropped on all ranks "
+                "(a forward pass that is not for training belongs under torch.no_grad())"
+            )
+        policy = self._options.nonfinite
+        if policy == "pass" and not (self._can_overflow() and not self._options.overflow_is_handled):
+            return
+        bad = [name for name, parameter in self._parameters.items() if not _is_finite(parameter.grad)]
+        if bad and policy == "skip":
+            self._drop_gradients()
+        elif bad:
+            self._drop_gradients()
+            advice = (
+                "fp16 on the wire ends at 65504: use +bf16, or attach(..., scaler=...) and let the scaler skip it"
+                if self._can_overflow()
+                else 'some rank\'s loss or backward pass produced it; nonfinite="skip" leaves such steps out'
+            )
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise NonFiniteError(
+                f"step {self._step - 1}: the averaged gradient of {bad[0]!r}{more} is inf or nan on every rank, and "
+                f"dropped; {advice}"
+            )
 
-    def _before_step(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _drop_gradients(self) -> None:
+        held = [*self._parameters.values(), *(self._masters.parameters() if self._masters else ())]
+        for parameter in held:
+            parameter.grad = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_whole()
         self._check_owners()
-        if self._local_only:
+        if self._local and isinstance(self._optimizers, OneOptimizer):
             raise UsageError(
                 "optimizer.step() with gradients that never left this rank: the last backward pass before "
                 "step() must run outside no_sync()"
             )
+        if self._stepped_at.get(optimizer) == self._step:
+            self._exchange.health.num_skipped += 1
+        self._stepped_at[optimizer] = self._step
+        self._exchange.health.place = "optimizer.step()"
 
     def _check_owners(self) -> None:
         """Everything the optimizer updates must be exchanged, also what it was given since `attach`."""
-        known = self._known
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known and parameter.requires_grad:
-                    raise UsageError(
-                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not there or not "
-                        "trainable when attach() was called: its gradients are not averaged. close() and attach again"
-                    )
+        for parameter in self._optimizers.parameters():
+            if id(parameter) not in self._known and parameter.requires_grad:
+                raise UsageError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not there or not "
+                    "trainable when attach() was called: its gradients are not averaged. close() and attach again"
+                )
 
-    def _after_step(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._exchange.health.place = "after optimizer.step()"
         if self._masters:
             self._masters.publish()
         if self._step_began_s:
@@ -369,6 +571,33 @@ class Flow(ABC):
     def _refresh_masters(self) -> None:
         if self._masters:
             self._masters.refresh()
+
+
+class _Skipped(NamedTuple):
+    """What a rank did since the last exchange beside what belongs to one."""
+
+    forwards: int
+    unused: int  # of them, forward passes that backward did not reach
+    steps: int
+
+    def text(self) -> str:
+        return " ".join(map(str, self))
+
+    @classmethod
+    def of(cls, text: str) -> _Skipped:
+        return cls(*map(int, text.split()))
+
+
+def _kind(error: BaseException) -> str:
+    return "" if isinstance(error, TrainingError) else f"failed: {type(error).__name__}: "
+
+
+def _is_finite(gradient: torch.Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    values = gradient._values() if gradient.is_sparse else gradient
+    # One sum is cheap; a sum of finite numbers may overflow too, so the second look decides.
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _uncompiled(hook: Callable[..., None]) -> OriginalOnly:
@@ -386,6 +615,6 @@ def held_by_a_flow(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     return [name for name, parameter in parameters.items() if id(parameter) in held]
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable(model: nn.Module, ignored: frozenset[str] = frozenset()) -> dict[str, nn.Parameter]:
     """The parameters whose gradients are exchanged; a tied one counts once, by its first name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {n: parameter for n, parameter in model.named_parameters() if parameter.requires_grad and n not in ignored}

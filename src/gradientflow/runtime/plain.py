@@ -14,20 +14,19 @@ from torch import nn
 from gradientflow.compress import Sum
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
+from gradientflow.runtime.fingerprint import compare, describe_tensors
 from gradientflow.runtime.flow import Flow, Memory
+from gradientflow.runtime.options import Options
+from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.schedule import wfbp
 
 
 class PlainFlow(Flow):
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        exchange: Native,
-        broadcast_buffers: bool,
-        master_weights: bool,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Native, options: Options
     ) -> None:
-        super().__init__(model, optimizer, exchange, broadcast_buffers, master_weights)
+        super().__init__(model, optimizer, exchange, options)
+        self._take()
         self._watch()
 
     @property
@@ -39,31 +38,45 @@ class PlainFlow(Flow):
 
     def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
-            if not self._exchanging:
-                self._accumulated()
+            if not self.exchanging:
+                self._accumulated(index)
                 return
             if not self._watching:
                 self._open()
-            if self._arrived_s[index]:
+            if self._arrived_s[index] and not self._options.static_graph:
                 raise self._arrived_twice(index)
             self._arrived_s[index] = self._recorder.clock()
 
         return hook
 
-    def _finish(self, missing: list[int]) -> None:
-        parameters = list(self._parameters.values())
-        present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32)
-        if parameters:
-            present = present.to(parameters[0].device)
-        self._exchange.answer(Sum([present]), lane=0)
-        for parameter, somewhere in zip(parameters, present.tolist(), strict=True):
+    def _finish(self, missing: list[int], num_skipped: int) -> bool:
+        exchange, parameters = self._exchange, list(self._parameters.values())
+        sparse = {name: self._parameters[name] for name in sparse_names(self._model, self._parameters)}
+        dense = [parameter for name, parameter in self._parameters.items() if name not in sparse]
+        held = [float(parameter.grad is not None and not self._joined) for parameter in dense]
+        present = torch.tensor([*held, min(1, num_skipped)], device=parameters[0].device if parameters else "cpu")
+        self._ask(present)
+        for parameter, somewhere in zip(dense, present[:-1].tolist(), strict=True):
             if not somewhere:
                 continue
+            mine = None if self._joined else parameter.grad
+            gradient = torch.zeros_like(parameter) if mine is None else mine.detach() * (1.0 / exchange.world)
+            self._ask(gradient)
+            if self._joined:
+                continue
+            gradient *= exchange.world / self._num_contributing
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            with torch.no_grad():
-                parameter.grad.mul_(1.0 / self._exchange.world)
-            self._exchange.answer(Sum([parameter.grad]), lane=0)
+                parameter.grad = gradient
+            else:
+                parameter.grad.detach().copy_(gradient)
+        SparseSums(exchange, sparse).sum(self._step, self._num_contributing, self._joined)
+        return bool(present[-1] != 0)
+
+    def _ask(self, tensor: torch.Tensor) -> None:
+        self._exchange.answer(Sum([tensor]), 0, self._step + 1, f"step {self._step}")
+
+    def _restart(self) -> None:
+        compare(self._exchange.control, describe_tensors("trainable", self._parameters))
 
     def _abandon(self) -> None:
         for parameter in self._parameters.values():

@@ -2,9 +2,10 @@
 
 A parameter's `.grad` is a view into the pool, so a message is a range of the pool and needs no packing.
 Behind the gradients of one buffer lies one more element for every tensor, its presence: 1 if this rank has
-a gradient for it in this step. Presence travels with the plan's last message; after the sum it tells, at
-no extra message, which tensors no rank used. Only "zero or not" is ever asked of it, which survives every
-codec.
+a gradient for it in this step; and one that is 1 if this rank has skipped something that other ranks may
+have done. They travel with the plan's last message; after the sum they tell, at no extra message, which
+tensors no rank used, and whether ranks have to compare notes. Only "zero or not" is ever asked of them,
+which survives every codec.
 """
 
 from __future__ import annotations
@@ -45,9 +46,16 @@ class Pool:
     """Buffers for `parameters` (name -> parameter), laid out as the plan says.
 
     A new layout of the same parameters takes over the memory of the `previous` pool, contents and all.
+    presence_apart: keep presence out of the messages; somebody else sums it.
     """
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, torch.Tensor], previous: Pool | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, torch.Tensor],
+        previous: Pool | None = None,
+        presence_apart: bool = False,
+    ) -> None:
         members: dict[_Key, dict[str, torch.Tensor]] = {}
         for name in plan.layout:
             parameter = parameters[name]
@@ -56,8 +64,9 @@ class Pool:
         self.last = len(plan.messages) - 1
         last_tensor = plan.messages[-1].slices[0].tensor if plan.messages else ""
         self._names = plan.layout
+        num_extra = 0 if presence_apart else len(self._names) + 1
         self._buffers: dict[_Key, _Buffer] = {
-            key: _Buffer(tensors, len(self._names) if last_tensor in tensors else 0) for key, tensors in members.items()
+            key: _Buffer(tensors, num_extra if last_tensor in tensors else 0) for key, tensors in members.items()
         }
         for key, buffer in self._buffers.items():
             old = previous._buffers.get(key) if previous else None
@@ -67,7 +76,12 @@ class Pool:
         self._buffer_of = {name: buffer for buffer in self._buffers.values() for name in buffer.names}
         self.views = {name: buffer.view(name, parameters[name]) for name, buffer in self._buffer_of.items()}
         carrier = self._buffer_of.get(last_tensor)
-        self._presence = carrier.flat[carrier.numel :] if carrier else torch.zeros(0)
+        if carrier is None:
+            self.presence = torch.zeros(len(self._names) + 1)
+        elif presence_apart:
+            self.presence = torch.zeros(len(self._names) + 1, device=carrier.flat.device)
+        else:
+            self.presence = carrier.flat[carrier.numel :]
 
     @property
     def nbytes(self) -> int:
@@ -90,20 +104,30 @@ class Pool:
                 joined.append((start, stop))
         return [buffer.flat[start:stop] for start, stop in joined if stop > start]
 
-    def mark_absent(self, absent: set[str]) -> None:
-        """State which tensors this rank has a gradient for in this step: all but `absent`."""
-        self._presence.fill_(1)
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, presence too."""
+        for buffer in self._buffers.values():
+            buffer.flat.mul_(factor)
+
+    def mark_absent(self, absent: set[str], num_skipped: int) -> None:
+        """State which tensors this rank has a gradient for in this step, all but `absent`, and whether it
+        skipped anything."""
+        self.presence.fill_(1)
+        self.presence[-1] = min(1, num_skipped)
         for index, name in enumerate(self._names) if absent else ():
             if name in absent:
-                self._presence[index] = 0
+                self.presence[index] = 0
 
     def absent_everywhere(self, absent: set[str]) -> set[str]:
         """Of the tensors absent here, those that no rank had: to be asked after the sum."""
         if not absent:
             return set()
-        return {
-            n for n, present in zip(self._names, self._presence.tolist(), strict=True) if n in absent and not present
-        }
+        present = zip(self._names, self.presence[:-1].tolist(), strict=True)
+        return {name for name, somewhere in present if name in absent and not somewhere}
+
+    def somebody_skipped(self) -> bool:
+        """To be asked after the sum."""
+        return bool(self.presence[-1] != 0)
 
 
 def _fills_a_range(parameter: torch.Tensor) -> bool:

@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradientflow.compress import Exact
 from gradientflow.documents import parse_json
-from gradientflow.errors import NonFiniteError, UsageError
+from gradientflow.errors import TrainingError, UsageError
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import RunDirectory
-from gradientflow.runtime.fingerprint import compare, describe_plan
+from gradientflow.runtime.comm_hooks import CommHook, HookPump
+from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import Flow, Memory, trainable
+from gradientflow.runtime.options import Options
 from gradientflow.runtime.pool import Pool
 from gradientflow.runtime.pump import Pump
+from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.runtime.streams import streams_for
 
 
@@ -30,34 +34,35 @@ class PooledFlow(Flow):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         exchange: Native,
         recipe: Recipe,
         plan: Plan,
+        options: Options,
         *,
         observe: bool,
-        overflow_is_handled: bool,
         run_directory: RunDirectory | None,
-        broadcast_buffers: bool,
-        master_weights: bool,
     ) -> None:
-        super().__init__(model, optimizer, exchange, broadcast_buffers, master_weights)
+        super().__init__(model, optimizer, exchange, options)
         self.recipe = recipe
-        codec = recipe.codec()
-        self._raise_on_overflow = codec.can_overflow and not overflow_is_handled
+        self._codec = recipe.codec()
         self._run_directory = run_directory
-        device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
-        self._pump = Pump(exchange, codec, streams_for(device, exchange.num_lanes), self._recorder)
+        self._comm_hooks: list[CommHook] = []
 
         # - The plan, and what follows from it. Hooks hold on to the lists, so they are changed in place.
-        self._observing = observe
+        self._observes = self._observing = observe
         self._next_plan: Plan | None = None
         self._pool: Pool | None = None
-        self._views: list[torch.Tensor] = []
-        self._scales = [_scale(parameter, exchange.world) for parameter in self._parameters.values()]
+        self._views: list[torch.Tensor] = []  # empty ones for sparse gradients
+        self._scales: list[torch.Tensor | float] = []
         self._messages_of: list[tuple[int, ...]] = []
         self._num_missing: list[int] = []  # per message: gradients that have not arrived
         self._num_tensors: list[int] = []  # its value at the start of a step
+        #: Arrivals of each gradient in one backward pass; 0: not known yet, everything waits for its end.
+        self._num_expected: list[int] = []
+        self._num_seen: list[int] = []
+        self._take()
+        self._build()
         self._install(plan)
         self._watch()
 
@@ -69,6 +74,10 @@ class PooledFlow(Flow):
         assert self._pool is not None
         masters = self._masters.nbytes if self._masters else 0
         return Memory(pool=self._pool.nbytes, wire=self._pump.wire_nbytes(), master_weights=masters)
+
+    def profile(self) -> Profile:
+        """As seen in the last step. Sparse gradients are not in it: they travel beside the plan."""
+        return self._profile_of(tuple(name for name in self._names if name not in self._sparse.names))
 
     def state_dict(self) -> dict[str, Any]:
         """Holds the plan too: the order of a sum decides its last bits, so an exact resume needs it."""
@@ -100,34 +109,68 @@ class PooledFlow(Flow):
             if self._exchange.global_rank == 0:
                 self._run_directory.write_plan(self.profile(), self._plan_now)
 
-    # - Planning
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """Let `hook` do the exchange of each message from the next step on, after those given before.
+        On all ranks alike, between steps."""
+        if not isinstance(self._codec, Exact):
+            raise UsageError(
+                f"recipe '{self.recipe}' has a codec, which a comm hook would replace: leave one of them out"
+            )
+        self._check_whole()
+        self._comm_hooks.append(hook)
+        self._pump.close()
+        self._build()
+        self._install(self._next_plan or self._plan_now)
+        self._next_plan = None
 
-    def _agree_on_observed_plan(self) -> None:
-        """Collective, at the end of the first exchanged backward pass, when every rank is here."""
-        self._observing = False
-        text = self._exchange.control.from_rank_0(self.profile().model_dump_json(), "hear rank 0's profile")
-        observed = parse_json(Profile, text, "rank 0's profile")
-        plan = self.recipe.plan(observed, self._exchange.num_lanes)
-        compare(self._exchange.control, describe_plan(plan))
-        if plan != self._plan_now:
-            self._next_plan = plan
-        if self._run_directory is not None and self._exchange.global_rank == 0:
-            self._run_directory.write_plan(observed, plan)
+    # - Building
+
+    def _build(self) -> None:
+        """What hangs on the exchange and the set of parameters."""
+        exchange = self._exchange
+        parameters = list(self._parameters.values())
+        device = parameters[0].device if parameters else torch.device("cpu")
+        sparse = sparse_names(self._model, self._parameters)
+        self._sparse = SparseSums(exchange, {name: self._parameters[name] for name in sparse})
+        self._pump: Pump | HookPump
+        if self._comm_hooks:
+            self._pump = HookPump(exchange, self._comm_hooks, self._recorder)
+            self._scales[:] = [1.0] * len(parameters)  # a comm hook divides for itself
+        else:
+            self._pump = Pump(exchange, self._codec, streams_for(device, exchange.num_lanes), self._recorder)
+            self._scales[:] = [_scale(parameter, exchange.world) for parameter in parameters]
+        self._num_expected[:] = [0 if self._options.static_graph else 1] * len(parameters)
+        self._num_seen[:] = [0] * len(parameters)
+
+    def _restart(self) -> None:
+        self._pump.close()
+        self._build()
+        guess = in_order_of_registration(self._model, self._options.ignored, self._parameters)
+        plan = self.recipe.plan(guess, self._exchange.num_lanes)
+        compare(self._exchange.control, describe_tensors("trainable", self._parameters) | describe_plan(plan))
+        self._pool, self._views[:] = None, []
+        self._next_plan, self._observing = None, self._observes
+        self._install(plan)
 
     def _install(self, plan: Plan) -> None:
         """Lay the pool out anew. Gradients that live in the old one move over."""
         living = {
             name: parameter.grad.clone()
             for (name, parameter), view in zip(self._parameters.items(), self._views, strict=False)
-            if parameter.grad is view
+            if parameter.grad is not None and parameter.grad is view
         }
-        pool = self._pool = Pool(plan, self._parameters, self._pool)
+        pool = self._pool = Pool(plan, self._parameters, self._pool, presence_apart=bool(self._comm_hooks))
         self._plan_now = plan
-        self._views[:] = [pool.views[name] for name in self._names]
+        nothing = torch.empty(0)
+        self._views[:] = [pool.views.get(name, nothing) for name in self._names]
         for name, gradient in living.items():
             pool.views[name].copy_(gradient)
             self._parameters[name].grad = pool.views[name]
-        self._pump.load(plan, [pool.ranges(index, message) for index, message in enumerate(plan.messages)])
+        ranges = [pool.ranges(index, message) for index, message in enumerate(plan.messages)]
+        if isinstance(self._pump, HookPump):
+            self._pump.load(plan, ranges, pool, self._parameters)
+        else:
+            self._pump.load(plan, ranges)
 
         messages_of: dict[str, list[int]] = {name: [] for name in self._names}
         for index, message in enumerate(plan.messages):
@@ -141,6 +184,18 @@ class PooledFlow(Flow):
         ]
         self._num_missing[:] = self._num_tensors
 
+    def _agree_on_observed_plan(self) -> None:
+        """Collective, at the end of the first exchanged backward pass, when every rank is here."""
+        self._observing = False
+        text = self._exchange.control.from_rank_0(self.profile().model_dump_json(), "hear rank 0's profile")
+        observed = parse_json(Profile, text, "rank 0's profile")
+        plan = self.recipe.plan(observed, self._exchange.num_lanes)
+        compare(self._exchange.control, describe_plan(plan))
+        if plan != self._plan_now:
+            self._next_plan = plan
+        if self._run_directory is not None and self._exchange.global_rank == 0:
+            self._run_directory.write_plan(observed, plan)
+
     # - A step
 
     def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -148,40 +203,62 @@ class PooledFlow(Flow):
         # multiplication included: benchmarks/overhead.py). Attributes that change are
         # looked up, everything else is bound here.
         flow = self
-        arrived_s, views, messages_of = self._arrived_s, self._views, self._messages_of
-        num_missing, scale = self._num_missing, self._scales[index]
-        clock, ready, multiply = self._recorder.clock, self._pump.ready, torch.mul
+        arrived_s, num_expected, num_seen = self._arrived_s, self._num_expected, self._num_seen
 
         def hook(parameter: torch.Tensor) -> None:
-            if not flow._exchanging:
-                flow._accumulated()
+            if not flow.exchanging:
+                flow._accumulated(index)
                 return
             if not flow._watching:
                 flow._open()
             if arrived_s[index]:
                 raise flow._arrived_twice(index)
+            num_seen[index] += 1
+            if num_seen[index] == num_expected[index]:
+                take(parameter)
+
+        take = self._taker(index)
+        return hook
+
+    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
+        """What is done with gradient `index` once it is complete."""
+        flow, as_view = self, self._options.gradients_are_views
+        arrived_s, views, scales = self._arrived_s, self._views, self._scales
+        messages_of, num_missing = self._messages_of, self._num_missing
+        clock, multiply = self._recorder.clock, torch.mul
+        if self._names[index] in self._sparse.names:
+            return lambda parameter: arrived_s.__setitem__(index, clock())
+
+        def take(parameter: torch.Tensor) -> None:
             gradient, view = parameter.grad, views[index]
             assert gradient is not None
             if gradient is not view:
-                if gradient.requires_grad or gradient.is_sparse:
+                if gradient.requires_grad or gradient.is_sparse or gradient.shape != view.shape:
                     gradient = flow._plain_gradient(index, gradient)
-                multiply(gradient, scale, out=view)
-                parameter.grad = view
+                multiply(gradient, scales[index], out=view)
+                if as_view:
+                    parameter.grad = view
             else:
-                view.mul_(scale)
+                view.mul_(scales[index])
             arrived_s[index] = clock()
             for message in messages_of[index]:
                 num_missing[message] -= 1
                 if not num_missing[message]:
-                    ready(message)
+                    flow._pump.ready(message)
 
-        return hook
+        return take
 
     def _plain_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        name = self._names[index]
         if gradient.is_sparse:
             raise UsageError(
-                f"the gradient of {self._names[index]!r} is sparse, which this version does not exchange: "
-                "build the embedding with sparse=False"
+                f"the gradient of {name!r} is sparse, and its module is no nn.Embedding(sparse=True) that says so: "
+                "make it dense"
+            )
+        if gradient.shape != self._views[index].shape:
+            raise TrainingError(
+                f"the gradient of {name!r} has shape {tuple(gradient.shape)}, its parameter had "
+                f"{tuple(self._views[index].shape)} when it was taken up: build a new wrapper or attach again"
             )
         warnings.warn("backward(create_graph=True): averaged gradients carry no graph of their own", stacklevel=2)
         return gradient.detach()
@@ -192,57 +269,98 @@ class PooledFlow(Flow):
             self._install(plan)
         self._pump.begin(self._step)
 
-    def _finish(self, missing: list[int]) -> None:
-        assert self._pool is not None
-        absent = self._fill_in(missing)
-        self._pool.mark_absent(absent)
+    def _finish(self, missing: list[int], num_skipped: int) -> bool:
+        pool = self._pool
+        assert pool is not None
+        missing = self._take_late(missing)
+        absent, kept = self._fill_in(missing)
+        pool.mark_absent(absent | kept.keys(), num_skipped)
         self._pump.finish([message for message, number in enumerate(self._num_missing) if number > 0])
         self._num_missing[:] = self._num_tensors
-        for name in absent - self._pool.absent_everywhere(absent):
-            self._parameters[name].grad = self._pool.views[name]
+        self._num_seen[:] = [0] * len(self._num_seen)
+        if self._num_contributing != self._exchange.world and not self._comm_hooks:
+            pool.scale(self._exchange.world / self._num_contributing)
+        self._sparse.sum(self._step, self._num_contributing, self._joined)
+        if not self._joined:
+            self._hand_out(absent, kept)
+        return pool.somebody_skipped()
 
-    def _fill_in(self, missing: list[int]) -> set[str]:
-        """Stand in for gradients that backward did not produce: what was accumulated before, else zero.
-        Returns the names of those that have none at all."""
-        absent = set()
+    def _take_late(self, missing: list[int]) -> list[int]:
+        """Take what arrived less often than expected, or in a first step that only counts. Returns what never
+        arrived."""
+        never = [index for index in missing if not self._num_seen[index]]
         for index in missing:
-            parameter, view = self._parameters[self._names[index]], self._views[index]
-            if parameter.grad is None:
+            if self._num_seen[index]:
+                self._taker(index)(self._parameters[self._names[index]])
+        if self._options.static_graph and not self._joined:
+            self._num_expected[:] = [max(1, seen) for seen in self._num_seen]
+        return [index for index in never if self._names[index] not in self._sparse.names]
+
+    def _fill_in(self, missing: list[int]) -> tuple[set[str], dict[str, torch.Tensor]]:
+        """Stand in for gradients that backward did not produce: what is there from before, else zero.
+
+        Returns the names of those that have none at all, and copies of those that nothing was added to since
+        the last exchange: if no rank added to them, they are to stay as they are, to the last bit.
+        """
+        absent, kept = set(), {}
+        for index in missing:
+            name, view = self._names[index], self._views[index]
+            parameter = self._parameters[name]
+            if parameter.grad is None or self._joined:
                 view.zero_()
-                absent.add(self._names[index])
-            else:
-                torch.mul(parameter.grad.detach(), self._scales[index], out=view)
+                absent.add(name)
+                continue
+            gradient = parameter.grad.detach()
+            if index not in self._local:
+                kept[name] = gradient.clone()
+            torch.mul(gradient, self._scales[index], out=view)
+            if self._options.gradients_are_views:
                 parameter.grad = view
-        return absent
+        return absent, kept
+
+    @torch.no_grad()
+    def _hand_out(self, absent: set[str], kept: dict[str, torch.Tensor]) -> None:
+        """Sums are in the pool: give them to the parameters."""
+        assert self._pool is not None
+        nowhere = self._pool.absent_everywhere(absent | kept.keys())
+        as_view = self._options.gradients_are_views
+        for name in absent - nowhere:
+            view = self._pool.views[name]
+            self._parameters[name].grad = view if as_view else view.clone()
+        for name in kept.keys() & nowhere:
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                gradient.copy_(kept[name])
+        if not as_view:
+            for name, view in self._pool.views.items():
+                gradient = self._parameters[name].grad
+                if gradient is not None and name not in nowhere:
+                    gradient.copy_(view)
 
     def _abandon(self) -> None:
-        for parameter, view in zip(self._parameters.values(), self._views, strict=True):
-            if parameter.grad is view:
+        for parameter, view in zip(self._parameters.values(), self._views, strict=False):
+            if parameter.grad is view or not self._options.gradients_are_views:
                 parameter.grad = None
 
     def _settle(self) -> None:
         if self._observing:
             self._agree_on_observed_plan()
 
-    def _judge(self) -> None:
-        if self._raise_on_overflow:
-            self._refuse_overflow()
+    def _num_calls_outside(self) -> int:
+        return self._pump.num_calls if isinstance(self._pump, HookPump) else 0
 
-    def _refuse_overflow(self) -> None:
-        # One sum a message is cheap; a sum of finite numbers may overflow too, so the second look decides.
-        suspects = [view for view in self._views if not torch.isfinite(view.sum())]
-        if suspects and not all(bool(torch.isfinite(view).all()) for view in suspects):
-            names = [n for n, view in zip(self._names, self._views, strict=True) if not torch.isfinite(view).all()]
-            raise NonFiniteError(
-                f"step {self._step - 1}: the averaged gradient of {names[0]!r} and {len(names) - 1} more is inf or nan "
-                "on every rank; fp16 on the wire ends at 65504: use +bf16, or attach(..., scaler=...) and let the "
-                "scaler skip such steps"
-            )
+    def _can_overflow(self) -> bool:
+        return self._codec.can_overflow
 
 
-def in_order_of_registration(model: nn.Module) -> Profile:
-    """A first guess: backward yields gradients in the reverse of the order in which layers were made."""
-    tensors = [TensorProfile.of(name, parameter) for name, parameter in trainable(model).items()]
+def in_order_of_registration(
+    model: nn.Module, ignored: frozenset[str] = frozenset(), among: Mapping[str, nn.Parameter] | None = None
+) -> Profile:
+    """A first guess: backward yields gradients in the reverse of the order in which layers were made. Without
+    those that yield sparse ones."""
+    parameters = trainable(model, ignored) if among is None else among
+    sparse = sparse_names(model, parameters)
+    tensors = [TensorProfile.of(name, parameter) for name, parameter in parameters.items() if name not in sparse]
     return Profile(tensors=tuple(reversed(tensors)))
 
 

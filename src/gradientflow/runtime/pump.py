@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradientflow.compress import Codec
-from gradientflow.errors import DeadlineError, TrainingError
+from gradientflow.errors import DeadlineError
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
 from gradientflow.runtime.streams import Streams
@@ -36,6 +36,7 @@ class Pump:
         self._ready_s: list[float] = []
         self._ranges: list[list[torch.Tensor]] = []
         self._labels: list[str] = []
+        self._places: list[str] = []
         self._lane_of: list[int] = []
         self._lanes = [_Lane(number, self._carry) for number in range(exchange.num_lanes)]
 
@@ -43,6 +44,9 @@ class Pump:
         """Take a new plan. All lanes must be drained."""
         self._ranges = list(ranges)
         self._labels = [message.label for message in plan.messages]
+        self._places = [
+            f"message {index} ({message.label}) on lane {message.lane}" for index, message in enumerate(plan.messages)
+        ]
         self._lane_of = [message.lane for message in plan.messages]
         self._ready_s = [0.0] * len(plan.messages)
         queues: list[list[int]] = [[] for _ in self._lanes]
@@ -91,14 +95,11 @@ class Pump:
         start_s = self._recorder.clock()
         ranges = self._ranges[message]
         nbytes = 0
-        try:
-            with torch.no_grad(), self._streams.carry(message, lane):
-                # An empty tensor by itself is a message of nothing, on every rank alike.
-                for question in self._codec.converse(ranges) if ranges else ():
-                    nbytes += sum(tensor.nbytes for tensor in question.tensors)
-                    self._exchange.answer(question, lane)
-        except TrainingError as error:
-            raise type(error)(f"message {message} ({self._labels[message]}) on lane {lane}: {error}") from error
+        with torch.no_grad(), self._streams.carry(message, lane):
+            # An empty tensor by itself is a message of nothing, on every rank alike.
+            for question in self._codec.converse(ranges) if ranges else ():
+                nbytes += sum(tensor.nbytes for tensor in question.tensors)
+                self._exchange.answer(question, lane, self._step + 1, f"step {self._step}, {self._places[message]}")
         details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
         end_s = self._recorder.clock()
         self._recorder.add(Span("message", self._labels[message], f"lane {lane}", start_s, end_s, self._step, details))

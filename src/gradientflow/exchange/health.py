@@ -1,0 +1,370 @@
+"""Beacons: every rank says in the store where it is, so that no rank waits in vain and none waits nameless.
+
+A thread renews this rank's beacon about once a second and, while something on this rank waits, reads the
+others'. Gloo wakes only the ring neighbours of a rank that died and nobody when one stops; here every
+waiting thread asks `check` twice a second, and `verdict.judge` decides.
+
+What the training thread writes is plain attributes, read by the beacon's thread: no lock on the way of a
+gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from gradientflow.documents import Record, parse_json
+from gradientflow.errors import DeadlineError, PeerError
+from gradientflow.exchange.verdict import Beacon, Collective, Life, Peer, Verdict, Wait, judge, slow
+
+BEAT_S = 1.0
+#: How often a waiting thread looks up. Also how long Ctrl-C may take.
+LOOK_S = 0.5
+
+
+class Process(Record):
+    """A process, wherever it is. `started` tells it from a later one with the same number."""
+
+    host: str
+    pid: int
+    started: str
+
+    @classmethod
+    def this(cls) -> Process:
+        pid = os.getpid()
+        return cls(host=_this_machine(), pid=pid, started=_started(pid))
+
+    def life(self) -> Life:
+        if self.host != _this_machine() or not self.started:
+            return Life.UNKNOWN
+        fields = _status(self.pid)
+        if not fields or fields[19] != self.started or fields[0] in "ZX":
+            return Life.GONE
+        return Life.STOPPED if fields[0] in "Tt" else Life.RUNNING
+
+
+class Health:
+    """This rank's beacon over `store`, and what the others' say. Constructing it sends nothing; `start` does.
+
+    members: the ranks of the group in the whole job, by their rank in the group.
+    processes: by rank, where they are known from before; else () until `start`.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, members: tuple[int, ...], deadline_s: float, processes: Sequence[Process]
+    ) -> None:
+        self._store = store.clone()  # type: ignore[attr-defined]
+        self._rank = rank
+        self._members = members
+        self._deadline_s = deadline_s
+        # - Said by the training thread
+        self.step = 0
+        self.place = "attach"
+        self.num_skipped = 0
+        #: A step is open; with `trainer` (that thread's identity) it shows a backward pass that broke off.
+        self.in_backward = False
+        self.trainer = 0
+        self._entered: dict[str, int] = {}
+        self._waits: dict[int, _Entry] = {}  # by thread
+        self._ended = ""
+        self._culprits: tuple[int, ...] = ()
+        # - Known of the others
+        self.processes = tuple(processes)
+        now_s = time.monotonic()
+        #: By rank: the newest, and when it was new.
+        self._beacons = {rank: (Beacon(rank=rank), now_s) for rank in range(len(processes))}
+        self._stopped_since_s: dict[int, float] = {}
+        self._answered_s = 0.0
+        # - The thread's own
+        self._beat = 0
+        self._collective: _Call | None = None
+        self._num_beats_outside = 0
+        self._hurry = threading.Event()
+        self._leaving = False
+        self._thread: threading.Thread | None = None
+
+    def announce(self) -> None:
+        """Put a first beacon into the store. When all ranks have, they may `start`."""
+        self._store.set(str(self._rank), self._compose().model_dump_json())
+
+    def start(self, processes: Sequence[Process]) -> None:
+        """All ranks have announced themselves: keep saying where this one is."""
+        self.processes = tuple(processes)
+        now_s = self._answered_s = time.monotonic()
+        self._beacons = {rank: (Beacon(rank=rank), now_s) for rank in range(len(processes))}
+        if len(self._members) == 1:
+            return
+        _exchanging_here.append(self)
+        self._thread = threading.Thread(target=self._work, name="gradientflow-beacon", daemon=True)
+        self._thread.start()
+
+    def end(self, words: str = "has left", culprits: tuple[int, ...] = ()) -> None:
+        """Say why this rank will not come any more; the first words count."""
+        if not self._ended:
+            self._ended, self._culprits = words, culprits
+        if self._thread is not None and not self._leaving:
+            _exchanging_here.remove(self)
+            self._leaving = True
+            self._hurry.set()
+            # The thread sends the last beacon. A store that is gone must not hold anybody up.
+            self._thread.join(timeout=1.0)
+
+    # - While something waits
+
+    def enter(self, kind: str, number: int, detail: str = "") -> None:
+        """The calling thread is in the `number`-th `kind`, which other ranks must enter too. `leave` it."""
+        if number > self._entered.get(kind, 0):
+            self._entered[kind] = number
+        self._waits[threading.get_ident()] = (kind, number, detail, time.monotonic())
+
+    def leave(self) -> None:
+        del self._waits[threading.get_ident()]
+
+    def check(self, *, deadline: bool = True) -> None:
+        """From a thread that has entered something: raise if to wait is vain, or too long."""
+        wait = _as_wait(self._waits[threading.get_ident()])
+        verdict = self._judge(wait)
+        if verdict is not None:
+            raise PeerError(f"waited {wait.waited_s:.0f} s for {wait}: {verdict.words}", verdict.culprits)
+        if deadline and wait.waited_s > self._deadline_s:
+            self._refresh()
+            verdict = slow(wait, self.peers())
+            words = f"waited {wait.waited_s:.0f} s for {wait}, the deadline is {self._deadline_s:g} s: {verdict.words}"
+            raise DeadlineError(words, verdict.culprits)
+
+    def find_culprit(self, words: str) -> PeerError:
+        """The group failed (`words`) while the calling thread waited: who is to blame? Takes a few seconds
+        unless somebody's process is gone."""
+        wait = _as_wait(self._waits[threading.get_ident()])
+        give_up_s = time.monotonic() + min(8.0, self._deadline_s)
+        while True:
+            verdict = self._judge(wait)
+            if verdict is not None:
+                return PeerError(f"waiting for {wait}: {verdict.words} ({words})", verdict.culprits)
+            if time.monotonic() > give_up_s:
+                seen = "; ".join(f"rank {peer.name} {peer.last_seen()}" for peer in self.peers().values())
+                return PeerError(f"waiting for {wait}: the group's communication failed ({words}); {seen}", ())
+            time.sleep(0.1)
+
+    def peers(self, lives: dict[int, Life] | None = None) -> dict[int, Peer]:
+        """All ranks but this one, as far as known."""
+        lives = self._lives() if lives is None else lives
+        now_s = time.monotonic()
+        found = {}
+        for rank, life in lives.items():
+            beacon, renewed_s = self._beacons[rank]
+            stopped_since_s = self._stopped_since_s.get(rank, now_s) if life is Life.STOPPED else now_s
+            self._stopped_since_s[rank] = stopped_since_s
+            found[rank] = Peer(beacon, self._members[rank], now_s - renewed_s, life, now_s - stopped_since_s)
+        return found
+
+    def _lives(self) -> dict[int, Life]:
+        return {rank: self.processes[rank].life() for rank in self._beacons if rank != self._rank}
+
+    def _judge(self, wait: Wait) -> Verdict | None:
+        """Nobody is accused on old evidence: who ended for another's sake has said so in the store, and is
+        dead only if it was so before the store was read."""
+        lives = self._lives()
+        if self._judge_as_known(wait, lives) is None:
+            return None
+        self._refresh()
+        return self._judge_as_known(wait, lives)
+
+    def _judge_as_known(self, wait: Wait, lives: dict[int, Life]) -> Verdict | None:
+        me = Peer(self._compose(), self._members[self._rank], life=Life.RUNNING)
+        store_silent_s = time.monotonic() - self._answered_s if self._answers() else 0.0
+        return judge(me, wait, self.peers(lives), store_silent_s, self._deadline_s)
+
+    def _refresh(self) -> None:
+        """Have the beacons read now. A store that does not answer is not waited for."""
+        asked_s = time.monotonic()
+        self._hurry.set()
+        while self._answers() and self._answered_s < asked_s and time.monotonic() < asked_s + 2.0:
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        return self._thread is not None and not self._leaving
+
+    # - The thread
+
+    def _work(self) -> None:
+        while not self._leaving:
+            self._hurry.clear()
+            self._round()
+            self._hurry.wait(BEAT_S)
+        with contextlib.suppress(Exception):
+            self._store.set(str(self._rank), self._compose().model_dump_json())
+
+    def _round(self) -> None:
+        self._beat += 1
+        self._look_at_the_stack()
+        try:
+            began_s = time.monotonic()
+            self._store.set(str(self._rank), self._compose().model_dump_json())
+            if self._waits:
+                self._read()
+            self._answered_s = began_s
+        except Exception:
+            # The store is gone or does not answer. `_answered_s` stays behind, and `judge` sees it.
+            self._hurry.wait(BEAT_S)
+
+    def _read(self) -> None:
+        others = [rank for rank in self._beacons if rank != self._rank]
+        now_s = time.monotonic()
+        for rank in others:
+            beacon = parse_json(Beacon, self._store.get(str(rank)).decode(), f"the beacon of rank {rank}")
+            old, renewed_s = self._beacons[rank]
+            self._beacons[rank] = (beacon, now_s if beacon.beat != old.beat else renewed_s)
+
+    def _compose(self) -> Beacon:
+        waits = [_as_wait(entry) for entry in self._waits.copy().values()]
+        return Beacon(
+            rank=self._rank,
+            beat=self._beat,
+            step=self.step,
+            place=self.place,
+            line=_line_of(self._trainers_frame()),
+            wait=max(waits, key=lambda wait: wait.waited_s, default=None),
+            entered=self._entered.copy(),
+            collective=self._elsewhere(),
+            num_skipped=self.num_skipped,
+            broken_off=self._num_beats_outside >= 2,
+            ended=self._ended,
+            culprits=self._culprits,
+        )
+
+    # - Looking at the training thread
+
+    def _trainers_frame(self) -> FrameType | None:
+        return sys._current_frames().get(self.trainer)
+
+    def _look_at_the_stack(self) -> None:
+        frame = self._trainers_frame()
+        found = _collective_in(frame)
+        if found is None or self._collective is None or found.frame != self._collective.frame:
+            self._collective = found
+        # A backward pass that an exception ended tells nobody: its step stays open, and the thread has left it.
+        outside = self.in_backward and bool(self.trainer) and not self._waits and not _runs_backward(frame)
+        self._num_beats_outside = self._num_beats_outside + 1 if outside else 0
+
+    def _elsewhere(self) -> Collective | None:
+        call = self._collective
+        if call is not None:
+            return Collective(name=call.name, ranks=call.ranks, waited_s=time.monotonic() - call.since_s)
+        for other in _exchanging_here.copy():
+            for entry in other._waits.copy().values() if other is not self else ():
+                wait = _as_wait(entry)
+                return Collective(name=f"{wait} of another model", ranks=other._members, waited_s=wait.waited_s)
+        return None
+
+
+_Entry = tuple[str, int, str, float]  # kind, number, detail, since when
+
+
+def _as_wait(entry: _Entry) -> Wait:
+    kind, number, detail, since_s = entry
+    return Wait(kind=kind, number=number, detail=detail, waited_s=time.monotonic() - since_s)
+
+
+#: The health of all exchanges of this process: a rank may wait in one while it is missed in another.
+_exchanging_here: list[Health] = []
+
+
+# - The user's stack
+
+_COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_gather_single", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object",
+    "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter",
+    "scatter_object_list", "recv", "send",
+}  # fmt: skip
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class _Call(NamedTuple):
+    """A running call of torch.distributed. Only the frame's identity is kept: the frame holds tensors."""
+
+    name: str
+    frame: int
+    ranks: tuple[int, ...]
+    since_s: float
+
+
+def _collective_in(frame: FrameType | None) -> _Call | None:
+    """The outermost call of torch.distributed on the stack that waits for others."""
+    found = None
+    for each in _frames(frame):
+        if each.f_code.co_name in _COLLECTIVES and each.f_code.co_filename.endswith("distributed_c10d.py"):
+            found = each
+    if found is None:
+        return None
+    return _Call(f"torch.distributed.{found.f_code.co_name}", id(found), _ranks_of(found), time.monotonic())
+
+
+def _ranks_of(frame: FrameType) -> tuple[int, ...]:
+    group = frame.f_locals.get("group")
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except Exception:  # a group that is going away under us; then nobody is accused
+        return ()
+
+
+def _runs_backward(frame: FrameType | None) -> bool:
+    return any(each.f_code.co_name == "_engine_run_backward" for each in _frames(frame))
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """The innermost line that is neither PyTorch's, the standard library's nor ours."""
+    for each in _frames(frame):
+        path = each.f_code.co_filename
+        if not path.startswith((_HERE, _TORCH, _STDLIB)) and "site-packages" not in path and path[:1] != "<":
+            return f"{os.path.basename(path)}:{each.f_lineno} in {each.f_code.co_name}"
+    return ""
+
+
+_HERE = os.path.dirname(os.path.dirname(__file__))
+_TORCH = os.path.dirname(os.path.dirname(dist.__file__))
+_STDLIB = os.path.dirname(os.__file__)
+
+
+# - Processes
+
+
+@functools.cache
+def _this_machine() -> str:
+    """Equal for two processes exactly when they can see each other's numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}, which has no /proc"
+
+
+def _status(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on, [] if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _started(pid: int) -> str:
+    fields = _status(pid)
+    return fields[19] if fields else ""

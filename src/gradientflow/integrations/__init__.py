@@ -1,0 +1,1 @@
+"""The runtime under other people's interfaces."""

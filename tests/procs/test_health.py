@@ -1,0 +1,340 @@
+"""When a rank dies, stops, skips or breaks: every other one says who, where and why, and goes on if it can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradientflow as gf
+from helpers import run_ranks
+
+LIMIT_S = 10.0
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, 8, generator=generator)
+
+
+class Loop:
+    """A training loop through the drop-in class or `attach`, with a place for mischief."""
+
+    def __init__(self, kind: str, module: nn.Module | None = None, recipe: str = "wfbp", **options: Any) -> None:
+        self.module = module or make()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        if kind == "attach":
+            self.model: Any = self.module
+            self.flow = gf.attach(self.module, self.optimizer, recipe, **options)
+        else:
+            self.model = gf.DistributedDataParallel(self.module, recipe=recipe, **options)
+            self.flow = self.model.flow
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch(number)).square().mean().backward()
+        self.optimizer.step()
+
+    def weights(self) -> list[float]:
+        return torch.cat([p.detach().flatten() for p in self.module.parameters()]).tolist()
+
+
+def told(action: Callable[[], object], error: type[Exception] = gf.PeerError) -> tuple[str, tuple[int, ...], float]:
+    """What `action` raises, whom it names, and after how long."""
+    began_s = time.monotonic()
+    with pytest.raises(error) as caught:
+        action()
+    return str(caught.value), caught.value.ranks, time.monotonic() - began_s
+
+
+# - A rank that will not come
+
+VICTIM = 2
+WORDS = {
+    "dies": "is dead",
+    "stops": "is stopped",
+    "leaves": "has left",
+    "sits in a barrier": "in torch.distributed.barrier",
+    "steps alone": "skipped this step",
+}
+
+
+@pytest.mark.parametrize("how", WORDS)
+@pytest.mark.parametrize("kind", ["attach", "drop-in"])
+def test_every_other_rank_names_the_one_that_does_not_come(kind: str, how: str) -> None:
+    if (kind, how) == ("attach", "steps alone"):
+        pytest.skip(
+            "attach refuses such a step on the rank itself: see test_stepping_with_gradients_that_never_travelled"
+        )
+    outcomes = run_ranks(4, _does_not_come, kind, how, lost=(VICTIM,))
+    for message, ranks, elapsed_s in (outcome for rank, outcome in enumerate(outcomes) if rank != VICTIM):
+        assert WORDS[how] in message and f"rank {VICTIM}" in message and ranks == (VICTIM,), message
+        assert "step 2" in message and "test_health.py" in message, message
+        assert elapsed_s < LIMIT_S
+
+
+def _does_not_come(kind: str, how: str) -> Any:
+    loop = Loop(kind)
+    for number in range(2):
+        loop.step(number)
+    time.sleep(1.5)  # a beacon is renewed once a second
+    if dist.get_rank() != VICTIM:
+        outcome = told(lambda: loop.step(2))
+        loop.flow.close()
+        return outcome
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "leaves":
+        loop.flow.close()
+    elif how == "sits in a barrier":
+        dist.barrier()
+    else:
+        with loop.model.no_sync():
+            for number in range(2, 4):
+                loop.step(number)
+    time.sleep(60)
+    return None
+
+
+def test_a_slow_rank_is_waited_for_until_the_deadline_and_then_named() -> None:
+    outcomes = run_ranks(2, _slow)
+    assert "rank 1 is slow: last seen in step 2" in outcomes[0] and "in _slow" in outcomes[0], outcomes[0]
+
+
+def _slow() -> str:
+    loop = Loop("attach", deadline_s=5.0)
+    loop.step(0)
+    if dist.get_rank() == 1:
+        time.sleep(2)  # inside the deadline: no harm
+    loop.step(1)
+    message = ""
+    if dist.get_rank() == 1:
+        time.sleep(8)
+    else:
+        message, ranks, _ = told(lambda: loop.step(2), gf.DeadlineError)
+        assert ranks == (1,)
+    loop.flow.close()
+    return message
+
+
+# - A rank that does something else, and everybody can go on
+
+
+@pytest.mark.parametrize("kind", ["attach", "drop-in"])
+def test_a_forward_pass_without_backward_on_one_rank_raises_on_all_and_the_next_step_is_fine(kind: str) -> None:
+    weights = run_ranks(3, _forward_only, kind)
+    assert weights[0] == weights[1] == weights[2]
+
+
+def _forward_only(kind: str) -> list[float]:
+    loop = Loop(kind)
+    loop.step(0)
+    if dist.get_rank() == 1:
+        loop.model(batch(1))  # and then `continue`
+    with pytest.raises(gf.DisagreementError, match="rank 1 ran a training forward pass that no backward pass followed"):
+        loop.step(2)
+    assert all(parameter.grad is None for parameter in loop.module.parameters())
+    loop.optimizer.step()  # changes nothing
+    loop.step(3)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            loop.model(batch(1))
+    loop.step(4)
+    loop.flow.close()
+    return loop.weights()
+
+
+class Trap(torch.autograd.Function):
+    """Raises in backward while armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Trap.armed:
+            raise ZeroDivisionError("the trap")
+        return gradient
+
+
+class Trapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Trap.apply(self.first(x)))
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+@pytest.mark.parametrize("kind", ["attach", "drop-in"])
+def test_an_exception_in_one_ranks_backward_reaches_all_and_training_goes_on(kind: str, switch: str) -> None:
+    weights = run_ranks(3, _trap, kind, switch)
+    assert weights[0] == weights[1] == weights[2]
+
+
+def _trap(kind: str, switch: str) -> list[float]:
+    os.environ["GRADIENTFLOW"] = switch
+    loop = Loop(kind, module=Trapped())
+    loop.step(0)
+    Trap.armed = dist.get_rank() == 1
+    if Trap.armed:
+        with pytest.raises(ZeroDivisionError):
+            loop.step(1)
+        with pytest.raises(gf.TrainingError, match="broke off the backward pass of step 1"):
+            loop.optimizer.step()
+    else:
+        message, ranks, elapsed_s = told(lambda: loop.step(1))
+        assert "rank 1 broke" in message and elapsed_s < LIMIT_S and ranks == (1,), message
+        with pytest.raises(gf.TrainingError, match="broke down before"):
+            loop.optimizer.step()
+    assert all(parameter.grad is None for parameter in loop.module.parameters())
+    Trap.armed = False
+    for number in range(2, 5):
+        loop.step(number)
+    assert loop.flow.step == 4
+    loop.flow.close()
+    return loop.weights()
+
+
+@pytest.mark.parametrize("where", ["on all ranks", "on one"])
+def test_a_comm_hook_that_raises(where: str) -> None:
+    weights = run_ranks(2, _raising_comm_hook, where)
+    assert weights[0] == weights[1]
+
+
+def _raising_comm_hook(where: str) -> list[float]:
+    """If it raised on one rank only, the others have an operation on the hook's group that nobody answers:
+    going on with that group would pair it with another. So the wrapper refuses; a new one with a new group works."""
+    raises = where == "on all ranks" or dist.get_rank() == 1
+    trouble = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if trouble and bucket.is_last() and raises:
+            raise ZeroDivisionError("the hook")
+        work = dist.all_reduce(bucket.buffer().div_(2), group=state, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    module = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def wrapped() -> gf.DistributedDataParallel:
+        model = gf.DistributedDataParallel(module, bucket_cap_mb=0.0001)
+        model.register_comm_hook(dist.new_group(), hook)
+        return model
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(batch(number)).square().mean().backward()
+        optimizer.step()
+
+    model = wrapped()
+    step(0)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    trouble.append("now")
+    if raises:
+        with pytest.raises(gf.TrainingError, match="the hook"):
+            step(1)
+    else:
+        message, _, elapsed_s = told(lambda: step(1))
+        assert "rank 1 failed: ZeroDivisionError: the hook" in message and elapsed_s < LIMIT_S, message
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
+    trouble.clear()
+    if where == "on one":
+        with pytest.raises(gf.TrainingError, match="give a new wrapper a new group"):
+            step(2)
+        model.close()
+        model = wrapped()
+    step(2)
+    model.close()
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def test_a_changed_shape_is_reported() -> None:
+    run_ranks(2, _changed_shape)
+
+
+def _changed_shape() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model = gf.DistributedDataParallel(module)
+    model(torch.ones(2, 4)).sum().backward()
+    module[1].weight.data = torch.ones(3, 4)
+    module.zero_grad()
+    with pytest.raises(gf.TrainingError, match=r"'1.weight' has shape \(3, 4\), its parameter had \(4, 4\)"):
+        model(torch.ones(2, 4)).sum().backward()
+    model.close()
+
+
+@pytest.mark.parametrize("recipe", ["lazy", "lazy+bf16"])
+@pytest.mark.parametrize("kind", ["attach", "drop-in"])
+def test_a_gradient_that_is_not_finite_is_a_decision_of_all_ranks(kind: str, recipe: str) -> None:
+    results = run_ranks(2, _nonfinite, kind, recipe)
+    assert results[0] == results[1]
+
+
+def _nonfinite(kind: str, recipe: str) -> list[float]:
+    def poison(loop: Loop) -> None:
+        loop.optimizer.zero_grad()
+        factor = float("nan") if dist.get_rank() == 1 else 1.0
+        (loop.model(batch(1)).square().mean() * factor).backward()
+
+    loop = Loop(kind, recipe=recipe, nonfinite="raise")
+    loop.step(0)
+    before = loop.weights()
+    with pytest.raises(gf.NonFiniteError, match="inf or nan on every rank"):
+        poison(loop)
+    loop.optimizer.step()
+    assert loop.weights() == before
+    loop.step(2)
+    loop.flow.close()
+
+    loop = Loop(kind, recipe=recipe, nonfinite="skip")
+    loop.step(0)
+    before = loop.weights()
+    poison(loop)
+    loop.optimizer.step()
+    assert loop.weights() == before
+    loop.step(2)
+    assert loop.weights() != before
+    loop.flow.close()
+
+    if recipe == "lazy":
+        loop = Loop(kind, recipe=recipe)  # as stock: it spreads, on all ranks alike
+        poison(loop)
+        assert all(bool(p.grad.isnan().any()) for p in loop.module.parameters())
+        loop.flow.close()
+    return before
+
+
+def test_ranks_that_cannot_meet_again_say_so() -> None:
+    run_ranks(2, _cannot_meet, lost=(1,))
+
+
+def _cannot_meet() -> None:
+    loop = Loop("attach", deadline_s=20.0)
+    loop.step(0)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told(lambda: loop.step(1))
+    message, ranks, elapsed_s = told(lambda: loop.step(2))
+    assert "rank 1 is dead" in message and ranks == (1,) and elapsed_s < LIMIT_S
+    loop.flow.close()
