@@ -71,8 +71,9 @@ class Health:
         self.step = 0
         self.place = "attach"
         self.num_skipped = 0
-        #: A step is open; with `trainer` (that thread's identity) it shows a backward pass that broke off.
+        #: A step is open that a call of `backward()` is expected to finish.
         self.in_backward = False
+        #: The training thread's identity, to look at its stack.
         self.trainer = 0
         self._entered: dict[str, int] = {}
         self._waits: dict[int, _Entry] = {}  # by thread
@@ -254,7 +255,7 @@ class Health:
         if found is None or self._collective is None or found.frame != self._collective.frame:
             self._collective = found
         # A backward pass that an exception ended tells nobody: its step stays open, and the thread has left it.
-        outside = self.in_backward and bool(self.trainer) and not self._waits and not _runs_backward(frame)
+        outside = self.in_backward and not self._waits and not _somebody_runs_backward()
         self._num_beats_outside = self._num_beats_outside + 1 if outside else 0
 
     def _elsewhere(self) -> Collective | None:
@@ -324,8 +325,10 @@ def _ranks_of(frame: FrameType) -> tuple[int, ...]:
         return ()
 
 
-def _runs_backward(frame: FrameType | None) -> bool:
-    return any(each.f_code.co_name == "_engine_run_backward" for each in _frames(frame))
+def _somebody_runs_backward() -> bool:
+    """Any thread: on an accelerator hooks run on threads of the engine, and who called it may be anybody."""
+    stacks = sys._current_frames().values()
+    return any(each.f_code.co_name == "_engine_run_backward" for frame in stacks for each in _frames(frame))
 
 
 def _line_of(frame: FrameType | None) -> str:

@@ -26,7 +26,7 @@ from gradientflow.errors import NothingToTrainError, UsageError
 from gradientflow.exchange import Moment
 from gradientflow.recipe import Recipe
 from gradientflow.runtime.attach import DEADLINE_S, open_flow
-from gradientflow.runtime.autograd import inside_backward
+from gradientflow.runtime.autograd import distributed_context, inside_backward
 from gradientflow.runtime.flow import Flow
 from gradientflow.runtime.options import NonFinite, Options
 from gradientflow.runtime.pooled import PooledFlow
@@ -200,6 +200,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.flow.begin_forward()
             # Whether backward exchanges is decided here, as stock does: the forward pass belongs into no_sync().
             self.flow.arm(self.require_backward_grad_sync)
+            self.flow.follow_context(distributed_context())
         self._meet_joined()
         if self._syncs_buffers() and not inside_backward():
             self._sync_buffers()

@@ -1,5 +1,5 @@
-"""The two things we need from PyTorch's autograd engine that have no public name: the end-of-backward
-callback and the node that is running.
+"""The things we need from PyTorch's autograd that have no public name: the end-of-backward callback, the
+node that is running, and the context of distributed autograd.
 
 Nothing else in the package may touch them (tests/test_layers.py). DDP itself stands on the first, and
 `torch.utils.checkpoint` on the second, so they are as stable as private names get.
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed.autograd
+import torch.distributed.rpc
 from torch.autograd import Variable
 
 
@@ -31,3 +33,29 @@ def after_enclosing_node(callback: Callable[[], None]) -> None:
 def inside_backward() -> bool:
     """From an end-of-backward callback: is there another backward pass around the one that ended?"""
     return torch._C._current_autograd_node() is not None
+
+
+def distributed_context() -> int | None:
+    """The context of `torch.distributed.autograd` that is open here, where gradients go instead of `.grad`."""
+    if not torch.distributed.rpc.is_available():
+        return None
+    try:
+        context: int = torch.distributed.autograd._current_context()._context_id()  # type: ignore[attr-defined]
+    except RuntimeError:  # no RPC, or no context
+        return None
+    return context
+
+
+def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
+    """The node that adds up the parameter's gradient. Hooks on it live as long as somebody holds it."""
+    user = parameter.expand_as(parameter).grad_fn
+    assert user is not None
+    node = user.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
+    """By parameter, what a context of distributed autograd holds: the tensors themselves, not copies."""
+    found: dict[torch.Tensor, torch.Tensor] = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]
+    return found

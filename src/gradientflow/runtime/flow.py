@@ -32,7 +32,13 @@ from gradientflow.errors import DisagreementError, NonFiniteError, TrainingError
 from gradientflow.exchange import Moment, Native, Stamp
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile, TensorProfile
-from gradientflow.runtime.autograd import after_enclosing_node, at_end_of_backward, inside_backward
+from gradientflow.runtime.autograd import (
+    accumulator_of,
+    after_enclosing_node,
+    at_end_of_backward,
+    gradients_in,
+    inside_backward,
+)
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
 from gradientflow.runtime.observe import ForwardObserver
@@ -77,6 +83,8 @@ class Flow(ABC):
         self._local: set[int] = set()  # parameters with gradients from no_sync(), not exchanged since
         self._forwards = Forwards()
         self._num_contributing = exchange.world
+        self._context: int | None = None  # of distributed autograd: gradients are there and not in .grad
+        self._accumulators: list[torch.autograd.graph.Node] = []
         self._joined = False  # this rank has run out of inputs and only keeps the others company
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._broken: TrainingError | None = None
@@ -307,6 +315,15 @@ class Flow(ABC):
             if other is not self and not other._known.isdisjoint(self._known):
                 other.exchanging = False
 
+    def follow_context(self, context: int | None) -> None:
+        """Gradients of the next backward pass go into this context of distributed autograd; None: into `.grad`.
+        They are exchanged when it ends, all at once."""
+        self._context = context
+        if context is not None and not self._accumulators:
+            self._accumulators = [accumulator_of(parameter) for parameter in self._parameters.values()]
+            for index, node in enumerate(self._accumulators):
+                self._handles.append(node.register_hook(self._context_hook(index)))
+
     def contribute(self, num_contributing: int) -> None:
         """From now on, so many ranks have inputs; averages are over them."""
         self._num_contributing = num_contributing
@@ -348,7 +365,7 @@ class Flow(ABC):
         if not self._opened_s:
             self._opened_s = self._recorder.clock()
             self._exchange.health.place = "backward"
-            self._exchange.health.in_backward = True
+            self._exchange.health.in_backward = self._context is None
             self._begin()
 
     def _accumulated(self, index: int) -> None:
@@ -378,9 +395,38 @@ class Flow(ABC):
             assert self._broken is not None
             raise self._broken
 
+    def _context_hook(self, index: int) -> Callable[..., None]:
+        def hook(*gradients: object) -> None:
+            if self._context is not None and self.exchanging:
+                if not self._watching:
+                    self._open()
+                self._local.add(index)
+
+        return hook
+
+    @torch.no_grad()
+    def _complete_in_context(self, context: int) -> None:
+        """Put the context's gradients where the exchange looks for them, and the averages back."""
+        found = gradients_in(context)
+        ours = [parameter for parameter in self._parameters.values() if parameter in found]
+        before = [parameter.grad for parameter in ours]
+        for parameter in ours:
+            parameter.grad = found[parameter]
+        try:
+            self._complete()
+            for parameter in ours:
+                if parameter.grad is not None and parameter.grad is not found[parameter]:
+                    found[parameter].copy_(parameter.grad)
+        finally:
+            for parameter, gradient in zip(ours, before, strict=True):
+                parameter.grad = gradient
+
     def _backward_ended(self) -> None:
         self._watching = False
         if not self._opened_s:
+            return
+        if self._context is not None:
+            self._complete_in_context(self._context)
             return
         if 0.0 in self._arrived_s and inside_backward():
             # The end of a reentrant checkpoint's inner pass: gradients of the outer one are still to come.
