@@ -62,7 +62,7 @@ def test_every_element_is_in_exactly_one_range(cuts: list[int], order) -> None:
     plan = Plan(schedule="cut", layout=tuple(tensors), messages=tuple(messages))
     plan.check(profile(tensors))
     pool = Pool(plan, tensors)
-    pool.mark_absent({"scalar"}, 0)
+    pool.mark_absent({"scalar"}, skipped=False)
     for part in whole(plan, pool):
         part += 1
     for view in pool.views.values():
@@ -76,8 +76,8 @@ def test_presence_travels_with_the_last_message_and_tells_who_had_none() -> None
     plan = bsp(profile(tensors))
     ranks = [Pool(plan, tensors) for _ in range(2)]
     absent = [{"a", "scalar"}, {"a", "c"}]
-    for pool, theirs, num_skipped in zip(ranks, absent, (0, 3), strict=True):
-        pool.mark_absent(theirs, num_skipped)
+    for pool, theirs, skipped in zip(ranks, absent, (False, True), strict=True):
+        pool.mark_absent(theirs, skipped)
     for parts in zip(*(whole(plan, pool) for pool in ranks), strict=True):
         total = parts[0] + parts[1]
         for part in parts:

@@ -21,7 +21,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -32,19 +32,14 @@ from gradientflow.errors import DisagreementError, NonFiniteError, TrainingError
 from gradientflow.exchange import Moment, Native, Stamp
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile, TensorProfile
-from gradientflow.runtime.autograd import (
-    accumulator_of,
-    after_enclosing_node,
-    at_end_of_backward,
-    gradients_in,
-    inside_backward,
-)
+from gradientflow.runtime.autograd import after_enclosing_node, at_end_of_backward, inside_backward
+from gradientflow.runtime.context import ContextGradients
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
 from gradientflow.runtime.observe import ForwardObserver
 from gradientflow.runtime.optimizers import AnyOptimizer, OneOptimizer, Optimizers
 from gradientflow.runtime.options import Options
-from gradientflow.runtime.outputs import Forwards
+from gradientflow.runtime.skips import Forwards, Skipped, compare_skips
 from gradientflow.trace import MAIN, Recorder, Span, Trace
 
 
@@ -83,8 +78,7 @@ class Flow(ABC):
         self._local: set[int] = set()  # parameters with gradients from no_sync(), not exchanged since
         self._forwards = Forwards()
         self._num_contributing = exchange.world
-        self._context: int | None = None  # of distributed autograd: gradients are there and not in .grad
-        self._accumulators: list[torch.autograd.graph.Node] = []
+        self._context = ContextGradients()
         self._joined = False  # this rank has run out of inputs and only keeps the others company
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._broken: TrainingError | None = None
@@ -157,9 +151,9 @@ class Flow(ABC):
         `_arrived_s[index]`; outside an exchange it does nothing but call `_accumulated`."""
 
     @abstractmethod
-    def _finish(self, missing: list[int], num_skipped: int) -> bool:
+    def _finish(self, missing: list[int], skipped: bool) -> bool:
         """All gradients but the `missing` have arrived: make every gradient the average over ranks.
-        Returns whether any rank had skipped anything."""
+        Returns whether any rank had `skipped` anything."""
 
     @property
     @abstractmethod
@@ -318,11 +312,9 @@ class Flow(ABC):
     def follow_context(self, context: int | None) -> None:
         """Gradients of the next backward pass go into this context of distributed autograd; None: into `.grad`.
         They are exchanged when it ends, all at once."""
-        self._context = context
-        if context is not None and not self._accumulators:
-            self._accumulators = [accumulator_of(parameter) for parameter in self._parameters.values()]
-            for index, node in enumerate(self._accumulators):
-                self._handles.append(node.register_hook(self._context_hook(index)))
+        self._context.context = context
+        if context is not None:
+            self._handles += self._context.watch(list(self._parameters.values()), self._arrived_in_context)
 
     def contribute(self, num_contributing: int) -> None:
         """From now on, so many ranks have inputs; averages are over them."""
@@ -365,7 +357,7 @@ class Flow(ABC):
         if not self._opened_s:
             self._opened_s = self._recorder.clock()
             self._exchange.health.place = "backward"
-            self._exchange.health.in_backward = self._context is None
+            self._exchange.health.in_backward = self._context.context is None
             self._begin()
 
     def _accumulated(self, index: int) -> None:
@@ -395,38 +387,19 @@ class Flow(ABC):
             assert self._broken is not None
             raise self._broken
 
-    def _context_hook(self, index: int) -> Callable[..., None]:
-        def hook(*gradients: object) -> None:
-            if self._context is not None and self.exchanging:
-                if not self._watching:
-                    self._open()
-                self._local.add(index)
-
-        return hook
-
-    @torch.no_grad()
-    def _complete_in_context(self, context: int) -> None:
-        """Put the context's gradients where the exchange looks for them, and the averages back."""
-        found = gradients_in(context)
-        ours = [parameter for parameter in self._parameters.values() if parameter in found]
-        before = [parameter.grad for parameter in ours]
-        for parameter in ours:
-            parameter.grad = found[parameter]
-        try:
-            self._complete()
-            for parameter in ours:
-                if parameter.grad is not None and parameter.grad is not found[parameter]:
-                    found[parameter].copy_(parameter.grad)
-        finally:
-            for parameter, gradient in zip(ours, before, strict=True):
-                parameter.grad = gradient
+    def _arrived_in_context(self, index: int) -> None:
+        if self.exchanging:
+            if not self._watching:
+                self._open()
+            self._local.add(index)
 
     def _backward_ended(self) -> None:
         self._watching = False
         if not self._opened_s:
             return
-        if self._context is not None:
-            self._complete_in_context(self._context)
+        if self._context.context is not None:
+            with self._context.in_grad(list(self._parameters.values())):
+                self._complete()
             return
         if 0.0 in self._arrived_s and inside_backward():
             # The end of a reentrant checkpoint's inner pass: gradients of the outer one are still to come.
@@ -445,9 +418,11 @@ class Flow(ABC):
         health.place = "the end of backward"
         ended_s = self._recorder.clock()
         missing = [index for index, arrived_s in enumerate(self._arrived_s) if not arrived_s]
-        mine = _Skipped(self._forwards.num_run, self._forwards.num_unused, health.num_skipped)
+        mine = None
+        if not self._joined:
+            mine = Skipped(self._forwards.num_run, self._forwards.num_unused, health.num_skipped)
         with self._breaking():
-            somebody_skipped = self._finish(missing, 0 if self._joined else mine.unused + mine.steps)
+            somebody_skipped = self._finish(missing, mine is not None and mine.anything)
         done_s = self._recorder.clock()
         self._recorder.add(Span("backward", "backward", MAIN, self._opened_s, ended_s, self._step))
         self._recorder.add(Span("exposed", "exposed", MAIN, ended_s, done_s, self._step))
@@ -458,7 +433,7 @@ class Flow(ABC):
         self._step_ended()
         with self._breaking():
             self._settle()
-            offenders = self._compare_skipped(mine) if somebody_skipped else ""
+            offenders = compare_skips(self._exchange.control, mine) if somebody_skipped else ""
         self._judge(offenders)
 
     def _step_ended(self) -> None:
@@ -470,19 +445,6 @@ class Flow(ABC):
         health = self._exchange.health
         health.step, health.num_skipped, health.in_backward = self._step, 0, False
         health.place = "after backward"
-
-    def _compare_skipped(self, mine: _Skipped) -> str:
-        """Collective. Who ran forward passes, or optimizer steps, that the others did not; "" if nobody."""
-        texts = self._exchange.control.gather("joined" if self._joined else mine.text(), "compare steps")
-        everyone = {rank: _Skipped.of(text) for rank, text in enumerate(texts) if text != "joined"}
-        least = _Skipped(*(min(values) for values in zip(*everyone.values(), strict=True)))
-        words = []
-        for rank, theirs in everyone.items():
-            if theirs.steps > least.steps:
-                words.append(f"rank {rank} called optimizer.step() without an exchanged backward pass before it")
-            elif theirs.unused and theirs.forwards > least.forwards:
-                words.append(f"rank {rank} ran a training forward pass that no backward pass followed")
-        return "; ".join(words)
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -617,21 +579,6 @@ class Flow(ABC):
     def _refresh_masters(self) -> None:
         if self._masters:
             self._masters.refresh()
-
-
-class _Skipped(NamedTuple):
-    """What a rank did since the last exchange beside what belongs to one."""
-
-    forwards: int
-    unused: int  # of them, forward passes that backward did not reach
-    steps: int
-
-    def text(self) -> str:
-        return " ".join(map(str, self))
-
-    @classmethod
-    def of(cls, text: str) -> _Skipped:
-        return cls(*map(int, text.split()))
 
 
 def _kind(error: BaseException) -> str:

@@ -49,12 +49,12 @@ class PlainFlow(Flow):
 
         return hook
 
-    def _finish(self, missing: list[int], num_skipped: int) -> bool:
+    def _finish(self, missing: list[int], skipped: bool) -> bool:
         exchange, parameters = self._exchange, list(self._parameters.values())
         sparse = {name: self._parameters[name] for name in sparse_names(self._model, self._parameters)}
         dense = [parameter for name, parameter in self._parameters.items() if name not in sparse]
         held = [float(parameter.grad is not None and not self._joined) for parameter in dense]
-        present = torch.tensor([*held, min(1, num_skipped)], device=parameters[0].device if parameters else "cpu")
+        present = torch.tensor([*held, float(skipped)], device=parameters[0].device if parameters else "cpu")
         self._ask(present)
         for parameter, somewhere in zip(dense, present[:-1].tolist(), strict=True):
             if not somewhere:

@@ -109,11 +109,11 @@ class Pool:
         for buffer in self._buffers.values():
             buffer.flat.mul_(factor)
 
-    def mark_absent(self, absent: set[str], num_skipped: int) -> None:
+    def mark_absent(self, absent: set[str], skipped: bool) -> None:
         """State which tensors this rank has a gradient for in this step, all but `absent`, and whether it
         skipped anything."""
         self.presence.fill_(1)
-        self.presence[-1] = min(1, num_skipped)
+        self.presence[-1] = float(skipped)
         for index, name in enumerate(self._names) if absent else ():
             if name in absent:
                 self.presence[index] = 0

@@ -269,12 +269,12 @@ class PooledFlow(Flow):
             self._install(plan)
         self._pump.begin(self._step)
 
-    def _finish(self, missing: list[int], num_skipped: int) -> bool:
+    def _finish(self, missing: list[int], skipped: bool) -> bool:
         pool = self._pool
         assert pool is not None
         missing = self._take_late(missing)
         absent, kept = self._fill_in(missing)
-        pool.mark_absent(absent | kept.keys(), num_skipped)
+        pool.mark_absent(absent | kept.keys(), skipped)
         self._pump.finish([message for message, number in enumerate(self._num_missing) if number > 0])
         self._num_missing[:] = self._num_tensors
         self._num_seen[:] = [0] * len(self._num_seen)
