@@ -77,6 +77,26 @@ def test_a_circle_of_waits_is_proven_by_who_is_not_in_what() -> None:
     assert verdict([peer(1), peer(2, wait=broadcast.model_copy(update={"waited_s": 1.0}))]) is None
 
 
+def test_the_odd_one_out_is_named_also_by_itself_and_by_who_only_waits_along() -> None:
+    """Rank 2 sits in a barrier; rank 1 is stuck before the exchange, in a broadcast, for want of rank 2."""
+    barrier = Collective(name="torch.distributed.barrier", ranks=(10, 11, 12), waited_s=4.0)
+    odd = peer(2, collective=barrier, entered={"gradients": 5, "broadcast": 5})
+    along_wait = Wait(kind="broadcast", number=6, waited_s=4.0)
+    along = peer(1, wait=along_wait, entered={"gradients": 5, "broadcast": 6})
+    assert verdict([along, odd]).culprits == (12,)
+    # From rank 1's side, and from a rank that is the odd one itself.
+    zero = peer(0, wait=GRADIENTS, entered={"gradients": 6, "broadcast": 6})
+    assert judge(along, along_wait, {0: zero, 2: odd}, 0.0, 600.0).culprits == (12,)  # type: ignore[union-attr]
+    late = Wait(kind="broadcast", number=7, waited_s=4.0)
+    alone = peer(2, wait=late, entered={"gradients": 5, "broadcast": 7})
+    one = peer(1, wait=GRADIENTS, entered={"gradients": 6, "broadcast": 6})
+    found = judge(alone, late, {0: zero, 1: one}, 0.0, 600.0)
+    assert (
+        found is not None and found.culprits == (12,) and "rank 12 is in something else than the others" in found.words
+    )
+    assert verdict([one, alone]).culprits == (12,)
+
+
 def test_a_circle_through_a_collective_of_the_users() -> None:
     stuck = peer(2, collective=Collective(name="torch.distributed.barrier", ranks=(10, 11, 12), waited_s=4.0))
     found = verdict([there(1), stuck])

@@ -30,6 +30,8 @@ from gradientflow.exchange.verdict import Beacon, Collective, Life, Peer, Verdic
 BEAT_S = 1.0
 #: How often a waiting thread looks up. Also how long Ctrl-C may take.
 LOOK_S = 0.5
+#: How long rank 0, whose process may hold the store, stays after it gave up.
+LINGER_S = 2.5
 
 
 class Process(Record):
@@ -119,6 +121,20 @@ class Health:
             self._hurry.set()
             # The thread sends the last beacon. A store that is gone must not hold anybody up.
             self._thread.join(timeout=1.0)
+
+    def linger(self) -> None:
+        """Before a rank that gave up leaves the process: if the store may go with it, the others need a moment to
+        read what it said, or they would take it for the cause."""
+        if self._rank != 0 or self._thread is None:
+            return
+        until_s = time.monotonic() + LINGER_S
+        with contextlib.suppress(Exception):
+            while time.monotonic() < until_s:
+                self._read()
+                lives = self._lives()
+                if all(self._beacons[rank][0].ended or life is Life.GONE for rank, life in lives.items()):
+                    return
+                time.sleep(0.1)
 
     # - While something waits
 

@@ -73,9 +73,10 @@ class Native:
         self._num_broadcasts = 0
         self._store: dist.Store = dist.PrefixStore("again", previous._store) if previous else store_beside(group)
         known: tuple[Process, ...] = previous.health.processes if previous else ()
-        members = tuple(dist.get_process_group_ranks(group))
+        #: The ranks of the group as the whole job counts them.
+        self.members = tuple(dist.get_process_group_ranks(group))
         beacons = dist.PrefixStore("beacons", self._store)
-        self.health: Health = Health(beacons, self.rank, members, deadline_s, known)
+        self.health: Health = Health(beacons, self.rank, self.members, deadline_s, known)
         control = dist.PrefixStore("control", self._store)
         self.control = Control(control, self.rank, self.world, deadline_s, self.health)
         self.health.announce()

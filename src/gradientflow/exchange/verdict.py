@@ -8,7 +8,7 @@ its time is never accused; the deadline of the wait is for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -113,8 +113,9 @@ def judge(me: Peer, wait: Wait, peers: Mapping[int, Peer], store_silent_s: float
     reasons = {rank: _unable(peer, patience_s) or _elsewhere(me, wait, peer) for rank, peer in peers.items()}
     found = {rank: reason for rank, reason in reasons.items() if reason} or _crossed(me, wait, peers, patience_s)
     if found:
-        words = "; ".join(f"rank {peers[rank].name} {reason}" for rank, reason in found.items())
-        return Verdict(words, tuple(peers[rank].name for rank in found))
+        names = {**{rank: peer.name for rank, peer in peers.items()}, me.beacon.rank: me.name}
+        words = "; ".join(f"rank {names[rank]} {reason}" for rank, reason in found.items())
+        return Verdict(words, tuple(names[rank] for rank in found))
     for peer in peers.values():
         if peer.beacon.ended and peer.beacon.culprits:
             return Verdict(f"{peer.beacon.ended} (as rank {peer.name} found)", peer.beacon.culprits)
@@ -166,30 +167,42 @@ def _elsewhere(me: Peer, wait: Wait, peer: Peer) -> str:
 
 
 def _crossed(me: Peer, wait: Wait, peers: Mapping[int, Peer], patience_s: float) -> dict[int, str]:
-    """Ranks that wait for each other in a circle: r is not in what I wait for, because it waits for
-    something that I, or one who waits for me, am not in."""
+    """Ranks that wait for each other in a circle: one is not in what I wait for, because it waits for
+    something that I, or one who waits for me, am not in. To blame is the one without whom there is no circle."""
     crossed_s = min(CROSSED_S, patience_s)
     everyone = {**peers, me.beacon.rank: me}
-    by_name = {peer.name: rank for rank, peer in everyone.items()}
-
-    def needs(rank: int) -> list[int]:
-        beacon, there = everyone[rank].beacon, everyone[rank].silent_s < CROSSED_S
-        if beacon.wait is not None:
-            return _not_in(beacon.wait, everyone) if there and beacon.wait.waited_s >= crossed_s else []
-        other = beacon.collective
-        if other is None or not there or other.waited_s < crossed_s:
-            return []
-        members = [by_name[name] for name in other.ranks if name in by_name]
-        inside = [everyone[member].beacon.collective for member in members]
-        return [m for m, theirs in zip(members, inside, strict=True) if theirs is None or theirs.name != other.name]
-
-    if wait.waited_s < crossed_s:
+    needs = {rank: _needs(peer, everyone, crossed_s) for rank, peer in everyone.items()}
+    needs[me.beacon.rank] = _not_in(wait, peers) if wait.waited_s >= crossed_s else []
+    if not _reaches_a_circle(me.beacon.rank, needs):
         return {}
-    circular = [rank for rank in _not_in(wait, peers) if _reaches_a_circle(rank, needs)]
-    return {rank: f"is in something else; {peers[rank].last_seen()}" for rank in circular}
+    reasons = {rank: f"is in something else; {peer.last_seen()}" for rank, peer in peers.items()}
+    others = ", ".join(f"rank {peers[rank].name} is {peers[rank].last_seen()}" for rank in needs[me.beacon.rank])
+    reasons[me.beacon.rank] = f"is in something else than the others: {others}"
+    odd = [rank for rank in everyone if not _has_a_circle({r: n for r, n in needs.items() if r != rank})]
+    if len(odd) != 1:  # two ranks, each of which misses the other: the other one, from here
+        odd = [rank for rank in odd or needs[me.beacon.rank] if rank != me.beacon.rank]
+    return {rank: reasons[rank] for rank in odd}
 
 
-def _reaches_a_circle(start: int, needs: Callable[[int], list[int]]) -> bool:
+def _needs(peer: Peer, everyone: Mapping[int, Peer], crossed_s: float) -> list[int]:
+    """The ranks that `peer` has been waiting for; [] if it may be on its way."""
+    beacon = peer.beacon
+    if peer.silent_s >= CROSSED_S:
+        return []
+    if beacon.wait is not None:
+        return _not_in(beacon.wait, everyone) if beacon.wait.waited_s >= crossed_s else []
+    other = beacon.collective
+    if other is None or other.waited_s < crossed_s:
+        return []
+    members = {rank: each.beacon.collective for rank, each in everyone.items() if each.name in other.ranks}
+    return [rank for rank, theirs in members.items() if theirs is None or theirs.name != other.name]
+
+
+def _has_a_circle(needs: Mapping[int, list[int]]) -> bool:
+    return any(_reaches_a_circle(rank, needs) for rank in needs)
+
+
+def _reaches_a_circle(start: int, needs: Mapping[int, list[int]]) -> bool:
     path: list[int] = []
     cleared: set[int] = set()
 
@@ -199,7 +212,7 @@ def _reaches_a_circle(start: int, needs: Callable[[int], list[int]]) -> bool:
         if rank in cleared:
             return False
         path.append(rank)
-        found = any(visit(other) for other in needs(rank))
+        found = any(visit(other) for other in needs.get(rank, ()))
         path.pop()
         cleared.add(rank)
         return found

@@ -263,6 +263,8 @@ class Flow(ABC):
             self._masters.restore()
         if self._broken is None:
             self._exchange.close()
+        else:
+            self._exchange.health.linger()
 
     def __enter__(self) -> Self:
         return self
@@ -433,7 +435,7 @@ class Flow(ABC):
         self._step_ended()
         with self._breaking():
             self._settle()
-            offenders = compare_skips(self._exchange.control, mine) if somebody_skipped else ""
+            offenders = compare_skips(self._exchange.control, mine) if somebody_skipped else {}
         self._judge(offenders)
 
     def _step_ended(self) -> None:
@@ -511,15 +513,16 @@ class Flow(ABC):
 
     # - Judgement
 
-    def _judge(self, offenders: str) -> None:
+    def _judge(self, offenders: dict[int, str]) -> None:
         """The step is finished and the flow ready for the next; raise if its result must not be used."""
         if self._joined:
             return
         if offenders:
             self._drop_gradients()
             raise DisagreementError(
-                f"step {self._step - 1}: {offenders}, the other ranks did not: its gradients are dropped on all ranks "
-                "(a forward pass that is not for training belongs under torch.no_grad())"
+                f"step {self._step - 1}: {'; '.join(offenders.values())}, the other ranks did not: gradients are dropped "
+                "on all ranks (a forward pass that is not for training belongs under torch.no_grad())",
+                tuple(self._exchange.members[rank] for rank in offenders),
             )
         policy = self._options.nonfinite
         if policy == "pass" and not (self._can_overflow() and not self._options.overflow_is_handled):

@@ -77,17 +77,17 @@ class Skipped(NamedTuple):
         return self.unused + self.steps > 0
 
 
-def compare_skips(control: Control, mine: Skipped | None) -> str:
-    """Collective. Who did what the others did not, in words; "" if nobody. None: this rank does not take part in
+def compare_skips(control: Control, mine: Skipped | None) -> dict[int, str]:
+    """Collective. By rank, what it did that the others did not, in words. None: this rank does not take part in
     training any more, and is not compared."""
     texts = control.gather("" if mine is None else " ".join(map(str, mine)), "compare steps")
     everyone = {rank: Skipped(*map(int, text.split())) for rank, text in enumerate(texts) if text}
     least = Skipped(*(min(values) for values in zip(*everyone.values(), strict=True)))
-    words = []
+    found = {}
     for rank, theirs in everyone.items():
         if theirs.steps > least.steps:
-            words.append(f"rank {rank} called optimizer.step() without an exchanged backward pass before it")
+            found[rank] = f"rank {rank} called optimizer.step() without an exchanged backward pass before it"
         # Forward passes in different numbers are fine as long as backward reaches all of them.
         elif theirs.unused and theirs.forwards > least.forwards:
-            words.append(f"rank {rank} ran a training forward pass that no backward pass followed")
-    return "; ".join(words)
+            found[rank] = f"rank {rank} ran a training forward pass that no backward pass followed"
+    return found
