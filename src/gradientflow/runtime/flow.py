@@ -521,8 +521,8 @@ class Flow(ABC):
             self._drop_gradients()
             words = "; ".join(offenders.values())
             raise DisagreementError(
-                f"step {self._step - 1}: {words}, the other ranks did not: gradients are dropped on all ranks. A forward "
-                "pass that is not for training belongs under torch.no_grad()",
+                f"step {self._step - 1}: {words}, the other ranks did not: gradients are dropped on all ranks. A "
+                "forward pass that is not for training belongs under torch.no_grad()",
                 tuple(self._exchange.members[rank] for rank in offenders),
             )
         policy = self._options.nonfinite
