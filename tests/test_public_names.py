@@ -30,7 +30,16 @@ def test_attach_keeps_its_arguments() -> None:
 def test_a_flow_keeps_its_methods() -> None:
     promised = {"no_sync", "synchronize", "trace", "profile", "plan", "memory", "step", "state_dict", "load_state_dict",
                 "close", "__enter__", "__exit__"}  # fmt: skip
-    for_wrappers = {"begin_forward", "end_forward", "arm", "broadcast", "contribute", "shadow_step", "follow_context"}
+    for_wrappers = {
+        "begin_forward",
+        "end_forward",
+        "arm",
+        "broadcast",
+        "contribute",
+        "shadow_step",
+        "follow_context",
+        "look_again",
+    }
     assert promised <= set(dir(gf.Flow))
     public = {name for name in dir(gf.Flow) if not name.startswith("_")}
     assert public == {name for name in promised | for_wrappers if not name.startswith("_")}

@@ -182,6 +182,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._flow is not None:
             self._flow.close()
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
+        """What `.to()`, `.double()` and their kind go through."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._flow is not None:
+            self._flow.look_again()
+        return self
+
     # - Forward
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
@@ -197,6 +204,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         training = torch.is_grad_enabled() and not inside_backward()
         if training:
+            if self.flow.step == 0:
+                _refuse_optimizers_in_backward(self.module)
             self.flow.begin_forward()
             # Whether backward exchanges is decided here, as stock does: the forward pass belongs into no_sync().
             self.flow.arm(self.require_backward_grad_sync)
@@ -403,6 +412,15 @@ def _recipe(recipe: Recipe | str | None, bucket_cap_mb: float | None) -> Recipe 
         _log.warning("bucket_cap_mb=%s is not used: the recipe '%s' was chosen for this run", bucket_cap_mb, told)
         return None
     return f"lazy:{max(1, round(bucket_cap_mb * 2**20))}"
+
+
+def _refuse_optimizers_in_backward(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UsageError(
+                f"an optimizer is to update {name!r} inside backward, before its gradient is an average: call step() "
+                "after backward() instead"
+            )
 
 
 def _check_comm_hook(hook: Callable[..., Any]) -> None:

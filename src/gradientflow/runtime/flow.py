@@ -67,6 +67,7 @@ class Flow(ABC):
         self._exchange = exchange
         self._parameters: dict[str, nn.Parameter] = {}
         self._frozen: list[nn.Parameter] = []  # not exchanged, because they were frozen
+        self._stale = False
 
         # - Where the current step stands
         self._step = 0
@@ -281,8 +282,8 @@ class Flow(ABC):
             self._break_off(f"broke off the backward pass of step {self._step}")
         if self._broken is not None:
             self._recover()
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self._take_up_unfrozen()
+        if self._stale or any(parameter.requires_grad for parameter in self._frozen):
+            self._take_anew()
         self._exchange.health.place = "forward"
         self._forward_began_s = self._recorder.clock()
         self._step_began_s = self._step_began_s or self._forward_began_s
@@ -317,6 +318,10 @@ class Flow(ABC):
         self._context.context = context
         if context is not None:
             self._handles += self._context.watch(list(self._parameters.values()), self._arrived_in_context)
+
+    def look_again(self) -> None:
+        """Parameters may have become others (a dtype): look at the next training forward pass, on all ranks."""
+        self._stale = True
 
     def contribute(self, num_contributing: int) -> None:
         """From now on, so many ranks have inputs; averages are over them."""
@@ -504,8 +509,10 @@ class Flow(ABC):
         self._hold()
         self._broken = None
 
-    def _take_up_unfrozen(self) -> None:
-        """Parameters that were frozen are trainable now. Collective: it is so on all ranks, or raises."""
+    def _take_anew(self) -> None:
+        """Parameters that were frozen are trainable now, or have another dtype. Collective: it is so on all
+        ranks, or raises."""
+        self._stale = False
         self._take()
         with self._breaking():
             self._restart()

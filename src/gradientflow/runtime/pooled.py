@@ -233,7 +233,12 @@ class PooledFlow(Flow):
             gradient, view = parameter.grad, views[index]
             assert gradient is not None
             if gradient is not view:
-                if gradient.requires_grad or gradient.is_sparse or gradient.shape != view.shape:
+                if (
+                    gradient.requires_grad
+                    or gradient.is_sparse
+                    or gradient.shape != view.shape
+                    or gradient.dtype is not view.dtype
+                ):
                     gradient = flow._plain_gradient(index, gradient)
                 multiply(gradient, scales[index], out=view)
                 if as_view:
@@ -255,11 +260,14 @@ class PooledFlow(Flow):
                 f"the gradient of {name!r} is sparse, and its module is no nn.Embedding(sparse=True) that says so: "
                 "make it dense"
             )
-        if gradient.shape != self._views[index].shape:
+        view = self._views[index]
+        if (gradient.shape, gradient.dtype) != (view.shape, view.dtype):
             raise TrainingError(
-                f"the gradient of {name!r} has shape {tuple(gradient.shape)}, its parameter had "
-                f"{tuple(self._views[index].shape)} when it was taken up: build a new wrapper or attach again"
+                f"the gradient of {name!r} is {gradient.dtype} {list(gradient.shape)}, its parameter was {view.dtype} "
+                f"{list(view.shape)} when it was taken up: build a new wrapper or attach again"
             )
+        if not gradient.requires_grad:
+            return gradient
         warnings.warn("backward(create_graph=True): averaged gradients carry no graph of their own", stacklevel=2)
         return gradient.detach()
 
