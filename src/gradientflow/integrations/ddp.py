@@ -89,10 +89,19 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if not isinstance(module, nn.Module):
             raise UsageError(f"expected a torch.nn.Module as module, found {type(module).__name__}")
         self.process_group = _group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._set_devices(module, device_ids, output_device)
         self.module = module
         self.dim = dim
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "`broadcast_buffers` is deprecated in torch: `forward_sync_buffers` says the same about forward "
+                "passes, and leaves the first synchronisation as it is",
+                FutureWarning,
+                stacklevel=2,
+            )
         if broadcast_buffers is not None and forward_sync_buffers is None:
             forward_sync_buffers = broadcast_buffers
             init_sync_buffers = broadcast_buffers
@@ -113,8 +122,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._deadline_s = deadline_s
         self._nonfinite = nonfinite
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._comm_hook_names: list[str] = []
         self._divide_by_initial_world_size = True
         self._last_error = ""
+        self._has_joined = False
+        #: For scripts that pass it on to torch's own broadcasts.
+        self.broadcast_bucket_size = 250 * 2**20
         self._flow: Flow | None = None
         self._open(parameters=init_sync, buffers=init_sync and init_sync_buffers)
 
@@ -246,6 +259,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._has_joined = True
         return _Shadow(self)
 
     def _meet_joined(self) -> None:
@@ -270,7 +284,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return int(highest.item())
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        source = self._common_rank(is_last_joiner)
+        source = self._authoritative_rank = self._common_rank(is_last_joiner)
         parameters = [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
         buffers = self._buffers_to_sync() if self.forward_sync_buffers else []
         self.flow.broadcast([*parameters, *buffers], Moment.JOIN, source)
@@ -279,9 +293,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As torch's; a second hook sees in `bucket.buffer()` what the first one's future gave, and so on."""
-        _check_comm_hook(hook)
+        try:
+            _check_comm_hook(hook)
+        except Exception as error:
+            self._last_error = str(error)
+            raise
         self._use_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
+        self._comm_hook_names.append(getattr(hook, "__qualname__", str(hook)))
 
     def _use_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         flow = self.flow
@@ -295,6 +314,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self._comm_hook_names[-1] = str(comm_hook_type)
 
     # - What torch's class has beside
 
@@ -314,7 +334,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """A few of torch's fields, for people who print them; `flow.trace()` and `flow.profile()` know more."""
         flow = self._flow
+        hooks = ", ".join(self._comm_hook_names)
         return {
+            **({"comm_hook": hooks} if hooks else {}),
+            "join_uneven_inputs": int(self._has_joined),
             "world_size": dist.get_world_size(self.process_group),
             "rank": self._distributed_rank,
             "module_name": type(self.module).__name__,
@@ -425,7 +448,7 @@ def _refuse_optimizers_in_backward(module: nn.Module) -> None:
 
 def _check_comm_hook(hook: Callable[..., Any]) -> None:
     if not callable(hook):
-        raise TypeError(f"a comm hook is a function of (state, bucket), found {type(hook).__name__}")
+        raise TypeError(f"a comm hook must be callable with (state, bucket), found {type(hook).__name__}")
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
     wrong = bucket is not None and bucket.annotation not in (

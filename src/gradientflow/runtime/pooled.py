@@ -211,6 +211,8 @@ class PooledFlow(Flow):
                 return
             if not flow._watching:
                 flow._open()
+            if parameter.grad is None:
+                return  # a function in the graph gave no gradient: this parameter was not used
             if arrived_s[index]:
                 raise flow._arrived_twice(index)
             num_seen[index] += 1
