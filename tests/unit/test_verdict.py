@@ -52,6 +52,7 @@ def test_a_rank_that_will_not_come_is_named_with_where_it_was_last_seen(culprit:
         peer(2, life=Life.UNKNOWN, silent_s=3.0),
         peer(2, step=6, ended="has left", entered={"gradients": 6}),  # after giving its share
         peer(2, step=6, num_skipped=1, entered={"gradients": 6}),
+        peer(2, step=4, num_skipped=3, entered={"gradients": 4}),  # an old beacon, from before its last exchange
         peer(2, collective=Collective(name="barrier", ranks=(12, 99), waited_s=100.0)),  # not with us
     ],
 )

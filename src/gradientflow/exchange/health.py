@@ -132,7 +132,7 @@ class Health:
             while time.monotonic() < until_s:
                 self._read()
                 lives = self._lives()
-                if all(self._beacons[rank][0].ended or life is Life.GONE for rank, life in lives.items()):
+                if not any(life is Life.RUNNING and not self._beacons[rank][0].ended for rank, life in lives.items()):
                     return
                 time.sleep(0.1)
 

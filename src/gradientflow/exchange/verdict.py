@@ -161,7 +161,8 @@ def _elsewhere(me: Peer, wait: Wait, peer: Peer) -> str:
         return "" if beacon.culprits or given else f"{beacon.ended}; {peer.last_seen()}"
     if beacon.broken_off:
         return f"broke its backward pass off, an exception ended it; {peer.last_seen()}"
-    if beacon.num_skipped > me.beacon.num_skipped:
+    # Counts begin anew with each exchange: an older beacon's says nothing about this one.
+    if beacon.step == me.beacon.step and beacon.num_skipped > me.beacon.num_skipped:
         return f"skipped this step, it called optimizer.step() without an exchange; {peer.last_seen()}"
     return ""
 
