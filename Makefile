@@ -10,10 +10,10 @@ run: $(READY)
 	$(BIN)/gradientflow demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@
     │   ├── DocumentError      a file that does not hold what it should
     │   ├── RecipeError        a recipe that cannot be read, or whose parts do not fit together
     │   └── UsageError         a call at the wrong time or with the wrong thing
-    │       └── NothingToTrainError  a wrapper for a module without trainable parameters; a RuntimeError too
+    │       ├── NothingToTrainError  a wrapper for a module without trainable parameters; a RuntimeError too
+    │       └── LabUnavailable       the machine allows no lab (gradientflow.lab)
     └── TrainingError          the job cannot go on as it is; also a RuntimeError
         ├── DisagreementError  ranks would not do the same thing; raised before anything is sent
         ├── PeerError          a rank is dead, stopped, has left or is somewhere else: waiting for it is vain

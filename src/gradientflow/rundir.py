@@ -20,6 +20,7 @@ from pathlib import Path
 
 from gradientflow.documents import Document
 from gradientflow.errors import DocumentError
+from gradientflow.network import Network
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile
 from gradientflow.recipe import Recipe
@@ -36,14 +37,6 @@ class Run(Document):
     torch: str
     python: str = platform.python_version()
     machine: str = platform.platform()
-
-
-class Network(Document):
-    """`network.json`: who the workers are."""
-
-    backend: str
-    #: Host name of each rank.
-    hosts: tuple[str, ...]
 
 
 class RunDirectory:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_S = 5.0
+#: 5 s on a machine that does nothing else (benchmarks/faults.py); these tests share two cores with others.
+LIMIT_S = 10.0
 
 PRELUDE = """
 import os, signal, sys, threading, time, torch, torch.distributed as dist

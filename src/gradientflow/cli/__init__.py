@@ -13,9 +13,12 @@ from typing import Annotated
 import typer
 
 from gradientflow import __version__
+from gradientflow.cli.bench import bench
 from gradientflow.cli.console import complain
 from gradientflow.cli.demo import demo
 from gradientflow.cli.launch import Stopped
+from gradientflow.cli.probe import probe
+from gradientflow.cli.report import report
 from gradientflow.cli.run import run
 from gradientflow.errors import TrainingError, UserError
 
@@ -28,6 +31,9 @@ app = typer.Typer(
 # What follows the script is the script's, even where it looks like an option of ours.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(demo)
+app.command()(bench)
+app.command()(probe)
+app.command()(report)
 
 
 def _print_version(wanted: bool) -> None:

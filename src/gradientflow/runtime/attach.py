@@ -14,10 +14,11 @@ from torch import nn
 
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Moment, Native, Stamp
+from gradientflow.network import Network
 from gradientflow.plan import Plan
 from gradientflow.profile import Profile
 from gradientflow.recipe import Recipe
-from gradientflow.rundir import Network, Run, RunDirectory, now
+from gradientflow.rundir import Run, RunDirectory, now
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import Flow, held_by_a_flow, trainable
 from gradientflow.runtime.optimizers import held_by

@@ -1,0 +1,158 @@
+"""Where a job of several workers runs: on a lab's hosts, on this machine's loopback, or in the world we are in.
+
+`start` runs a Python module on every worker with the environment that `init_process_group()` reads, follows rank
+0's lines, and ends all workers when one fails, when time is over or when this process is interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gradientflow.errors import TrainingError
+from gradientflow.lab import Lab, LabUnavailable, check_rate, format_rate
+
+PORT = 29500
+LOG_LINES = 15
+
+
+class Arena(Protocol):
+    #: What joins the workers, for people.
+    network: str
+    num_workers: int
+    #: Bits per second of each worker's port; None: not known.
+    rate: float | None
+    notes: tuple[str, ...]
+
+    def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+        """Start a program as worker `rank`."""
+
+    def master(self) -> tuple[str, int]:
+        """Where rank 0 listens."""
+
+
+class LabArena:
+    def __init__(self, lab: Lab, rate: float | None) -> None:
+        self._lab = lab
+        self.num_workers = len(lab.hosts)
+        self.rate = rate
+        self.network = f"lab, {format_rate(rate)} a port"
+        self.notes: tuple[str, ...] = ()
+
+    def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+        return self._lab.popen(rank, argv, **options)
+
+    def master(self) -> tuple[str, int]:
+        return self._lab.hosts[0].address, PORT
+
+
+class Loopback:
+    """All workers on this machine's own network, as fast as it is."""
+
+    def __init__(self, num_workers: int, why: str) -> None:
+        self.num_workers = num_workers
+        self.rate: float | None = None
+        self.network = "loopback, not shaped"
+        self.notes: tuple[str, ...] = (f"not shaped: {why}",) if why else ()
+        self._port = _free_port()
+
+    def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **options.pop("env", {}), "GLOO_SOCKET_IFNAME": "lo"}  # type: ignore[dict-item]
+        return subprocess.Popen(argv, env=environment, **options)  # type: ignore[call-overload, no-any-return]
+
+    def master(self) -> tuple[str, int]:
+        return "127.0.0.1", self._port
+
+
+@contextlib.contextmanager
+def arena(num_workers: int, rate: float | None, *, shaped: bool = True) -> Iterator[Arena]:
+    """A lab if the machine allows one, else its loopback with a note that says what is missing."""
+    if not shaped:
+        yield Loopback(num_workers, "")
+        return
+    try:
+        lab = Lab(num_workers, rate)
+    except LabUnavailable as error:
+        yield Loopback(num_workers, str(error))
+        return
+    with lab:
+        if rate is not None:
+            check_rate(lab)
+        yield LabArena(lab, rate)
+
+
+def start(place: Arena, module: str, arguments: Sequence[str], follow: Callable[[str], None], limit_s: float) -> None:
+    """Run `python -m MODULE ARGUMENTS` on every worker until all have ended well, or raise."""
+    address, port = place.master()
+    with tempfile.TemporaryDirectory() as directory:
+        logs = [Path(directory) / f"rank-{rank}.log" for rank in range(place.num_workers)]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, log in enumerate(logs):
+                environment = {
+                    **os.environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(place.num_workers),
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                }
+                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                argv = [sys.executable, "-m", module, *arguments]
+                with log.open("w") as errors:
+                    processes.append(place.popen(rank, argv, env=environment, stdout=out, stderr=errors))
+            _watch(processes, follow, limit_s, logs)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def _watch(
+    processes: list[subprocess.Popen[bytes]], follow: Callable[[str], None], limit_s: float, logs: list[Path]
+) -> None:
+    end_s = time.monotonic() + limit_s
+    stdout = processes[0].stdout
+    assert stdout is not None
+    os.set_blocking(stdout.fileno(), False)
+    pending = b""
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            pending += os.read(stdout.fileno(), 2**16)
+        *lines, pending = pending.split(b"\n")
+        for line in lines:
+            follow(line.decode(errors="replace"))
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            time.sleep(1.0)  # the others may say more
+            raise TrainingError(f"worker {failed[0]} failed ({_last_words(logs[failed[0]])})", tuple(failed))
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > end_s:
+            raise TrainingError(f"the workers did not end within {limit_s:.0f} s")
+        time.sleep(0.05)
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    for line in reversed(lines[-LOG_LINES:]):
+        if "Error" in line:
+            return line.split("]: ", 1)[-1]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

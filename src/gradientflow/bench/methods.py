@@ -1,0 +1,120 @@
+"""The methods that can be put side by side: stock DDP and its hooks, and every recipe of ours.
+
+All of them wrap the same module, one wrapper each, and take turns: a wrapper exchanges gradients only in
+backward passes that follow its own forward pass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+from gradientflow.bench.comm_hooks import bf16_hook
+from gradientflow.errors import RecipeError, UsageError
+from gradientflow.integrations.ddp import DistributedDataParallel
+from gradientflow.profile import Profile
+from gradientflow.recipe import as_recipe
+
+#: Bucket sizes that `ddp-best` chooses from, in MB as DDP counts them.
+BUCKETS_MB = (1, 5, 25, 100)
+POWERSGD_RANK = 1
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    #: Wraps the module. Collective.
+    wrap: Callable[[nn.Module], nn.Module]
+    #: Bytes of gradients that all ranks have to agree on in one iteration, as they are on the wire.
+    payload_nbytes: Callable[[Profile], float]
+
+    def must_send_nbytes(self, profile: Profile, world: int) -> float:
+        """What one rank sends, and what its port carries, if the exchange is optimal: a ring's 2 (n - 1) / n."""
+        return 2 * (world - 1) / world * self.payload_nbytes(profile)
+
+
+def method(name: str) -> Method:
+    """By its name on the command line."""
+    if name == "compute":
+        return Method(name, lambda module: module, lambda profile: 0.0)
+    if name == "ddp":
+        return stock_ddp(25)
+    if name == "ddp-fp16":
+        return _hooked(name, lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook), _half)
+    if name == "ddp-bf16":
+        return _hooked(name, lambda ddp: ddp.register_comm_hook(None, bf16_hook), _half)
+    if name == "ddp-powersgd":
+        return _hooked(name, _use_powersgd, _low_rank, bucket_cap_mb=1000)  # the stock hook fails with several buckets
+    if name == "horovod":
+        return _horovod()
+    try:
+        recipe = as_recipe(name)
+    except RecipeError as error:
+        near = get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)} or a recipe"
+        raise UsageError(f"unknown method {name!r}: {hint} ({error})") from None
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(module, recipe=recipe, init_sync=False, gradient_as_bucket_view=True)
+
+    codec = recipe.codec()
+
+    def payload(profile: Profile) -> float:
+        return float(sum(codec.traffic(tensor.numel, tensor.torch_dtype).nbytes for tensor in profile.tensors))
+
+    return Method(name, wrap, payload)
+
+
+#: Beside recipes. `ddp-best` is chosen by a pilot, see bench/worker.py.
+NAMES = ("compute", "ddp", "ddp-best", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "horovod")
+
+
+def stock_ddp(bucket_mb: float, name: str = "ddp") -> Method:
+    return _hooked(name, lambda ddp: None, _dense, bucket_cap_mb=bucket_mb)
+
+
+def _hooked(
+    name: str, use: Callable[[StockDDP], object], payload: Callable[[Profile], float], bucket_cap_mb: float = 25
+) -> Method:
+    def wrap(module: nn.Module) -> nn.Module:
+        ddp = StockDDP(module, bucket_cap_mb=bucket_cap_mb, init_sync=False)
+        use(ddp)
+        return ddp
+
+    return Method(name, wrap, payload)
+
+
+def _dense(profile: Profile) -> float:
+    return float(profile.nbytes)
+
+
+def _half(profile: Profile) -> float:
+    return 2.0 * profile.numel
+
+
+def _use_powersgd(ddp: StockDDP) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _low_rank(profile: Profile) -> float:
+    """P and Q of every matrix that shrinks to less than half, everything else as it is."""
+    nbytes = 0
+    for tensor in profile.tensors:
+        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        columns = tensor.numel // max(1, rows)
+        small = (rows + columns) * POWERSGD_RANK
+        nbytes += 4 * (small if len(tensor.shape) > 1 and 2 * small < tensor.numel else tensor.numel)
+    return float(nbytes)
+
+
+def _horovod() -> Method:
+    if importlib.util.find_spec("horovod") is None:
+        raise UsageError("method horovod needs Horovod, which is not installed: pip install horovod, or leave it out")
+    raise UsageError("method horovod: start the job with horovodrun; under this launcher it has no world")

@@ -1,0 +1,121 @@
+"""What a bake-off found: the file that `gradientflow bench --out` writes and `gradientflow report` reads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from gradientflow.documents import Document, Record
+from gradientflow.trace import Span
+
+
+class Spread(Record):
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        ordered = sorted(values)
+        return cls(
+            median=statistics.median(ordered), p10=_quantile(ordered, 0.1), p90=_quantile(ordered, 0.9), n=len(ordered)
+        )
+
+
+class Ratio(Record):
+    """A median of paired ratios, and the interval that covers the true one in 95 of 100 experiments."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Ratio:
+        """
+        >>> Ratio.of([1.0, 1.1, 0.9, 1.0, 1.2, 0.8, 1.0, 1.0, 1.05]).low
+        0.9
+        """
+        ordered = sorted(values)
+        skip = _outside_interval(len(ordered))
+        return cls(median=statistics.median(ordered), low=ordered[skip], high=ordered[-1 - skip])
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+class Result(Record):
+    """One method on one workload."""
+
+    workload: str
+    method: str
+    hosts: int
+    rate: float | None
+    iteration_s: Spread
+    #: To other methods, from blocks that ran next to each other.
+    ratio_to: dict[str, Ratio]
+    samples_per_s: float
+    speedup: float
+    compute_s: float
+    wire_bound_s: float
+    limit_s: float
+    exposed_s: float
+    #: By one worker in an iteration, the mean over workers, without packets' headers.
+    bytes_sent: float
+    must_send: float
+    cpu_s: float
+    cpu_share: float
+    peak_memory_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+class Timeline(Record):
+    """One iteration of one method on rank 0; times from its beginning."""
+
+    method: str
+    spans: tuple[Span, ...]
+
+
+class Machine(Record):
+    platform: str
+    cores: int
+    python: str
+    torch: str
+    gradientflow: str
+
+
+class Results(Document):
+    machine: Machine
+    command: str
+    started: str
+    #: How the workers were joined: a lab's rate, loopback, or a cluster.
+    network: str
+    notes: tuple[str, ...] = ()
+    results: tuple[Result, ...] = Field(min_length=1)
+    timelines: tuple[Timeline, ...] = ()
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def _outside_interval(number: int) -> int:
+    """How many order statistics to leave out at each end: the median lies between the rest with 95 %.
+
+    >>> [_outside_interval(n) for n in (5, 9, 20, 40)]
+    [0, 1, 5, 13]
+    """
+    outside, tail = 0, 0.5**number
+    chance = tail
+    while True:
+        chance *= (number - outside) / (outside + 1)
+        tail += chance
+        if 2 * tail > 0.05 or outside + 1 > (number - 1) // 2:
+            return outside
+        outside += 1

@@ -1,0 +1,72 @@
+"""The network between the workers: who they are, and what was measured between them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from pydantic import Field, field_validator
+
+from gradientflow.documents import Document, Record
+
+
+class Sample(Record):
+    """How long one size took, over `num_samples` repetitions."""
+
+    nbytes: int = Field(gt=0)
+    median_s: float = Field(gt=0.0, allow_inf_nan=False)
+    p10_s: float = Field(gt=0.0, allow_inf_nan=False)
+    p90_s: float = Field(gt=0.0, allow_inf_nan=False)
+    num_samples: int = Field(default=1, ge=1)
+
+
+class Measurement(Record):
+    """One operation among some ranks, by size."""
+
+    #: `all_reduce`, `reduce_scatter`, `all_gather`, or `p2p`: a message from one rank to another, one way.
+    operation: str
+    #: As the measured group counts them.
+    ranks: tuple[int, ...]
+    samples: tuple[Sample, ...] = Field(min_length=1)
+    #: Sizes that would have taken longer than there was time for.
+    skipped_nbytes: tuple[int, ...] = ()
+    #: alpha + beta * nbytes, the nearest line where gradients travel (16 KiB and more), ...
+    alpha_s: float = Field(ge=0.0, allow_inf_nan=False)
+    beta_s_per_byte: float = Field(ge=0.0, allow_inf_nan=False)
+    #: ... and its largest relative error there.
+    residual: float = Field(ge=0.0, allow_inf_nan=False)
+    #: Bits a second that a rank's link carried in large messages: goodput, protocol headers not counted.
+    rate_bits_s: float = Field(gt=0.0, allow_inf_nan=False)
+
+    @field_validator("samples")
+    @classmethod
+    def _in_order(cls, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+        for one, other in pairwise(samples):
+            if other.nbytes <= one.nbytes:
+                raise ValueError(f"sizes must rise: {other.nbytes} follows {one.nbytes}")
+        return samples
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """(nbytes, seconds), as a cost table takes them."""
+        return tuple((sample.nbytes, sample.median_s) for sample in self.samples)
+
+
+class Network(Document):
+    """`network.json`. Without measurements it only says who the workers are."""
+
+    backend: str
+    #: Host name of each rank.
+    hosts: tuple[str, ...]
+    measurements: tuple[Measurement, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return len(self.hosts)
+
+    def of(self, operation: str) -> tuple[Measurement, ...]:
+        """All measurements of an operation.
+
+        >>> Network(backend="gloo", hosts=("a", "b")).of("p2p")
+        ()
+        """
+        return tuple(found for found in self.measurements if found.operation == operation)

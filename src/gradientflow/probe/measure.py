@@ -1,0 +1,333 @@
+"""Times all-reduce and point-to-point messages over the process group that is there.
+
+Everything runs on a group of our own beside the user's, so that a measurement that fails leaves theirs usable.
+Ranks agree on the number of repetitions before each size: rank 0 decides for the all-reduce, the lower
+rank of a pair for a link. Larger sizes are left out, on all ranks alike, once they would take more time
+than is left.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from gradientflow.cost import Line
+from gradientflow.errors import DeadlineError, PeerError, TrainingError, UsageError
+from gradientflow.exchange.control import Control
+from gradientflow.exchange.groups import backend_for, new_group, store_beside
+from gradientflow.exchange.health import Health
+from gradientflow.network import Measurement, Network, Sample
+
+#: 4 B to 64 MiB; in steps of 1.5 and 1.33 where messages of gradients usually are.
+SIZES = (
+    4, 64, 1024, 4096,
+    *(factor * 2**power for power in range(13, 19) for factor in (2, 3)), 2**20,
+    *(2**power for power in range(21, 27)),
+)  # fmt: skip
+#: All of it stays below a minute, also at 100 Mbit/s.
+BUDGET_S = 45.0
+#: The all-reduce's part of the budget; links share the rest.
+ALL_REDUCE_SHARE = 0.4
+#: A link's part for the stream that tells its rate, and the most it takes.
+STREAM_SHARE, STREAM_S = 0.4, 1.0
+#: The largest message of a stream.
+MAX_STREAMED = 4 * 2**20
+MIN_REPEATS, MAX_REPEATS = 5, 50
+#: Up to this size a message is mostly start-up, by other rules (MPI libraries and NCCL change protocols).
+SMALL_NBYTES = 16 * 2**10
+
+
+def measure_network(
+    group: dist.ProcessGroup | None = None,
+    *,
+    sizes: Sequence[int] = SIZES,
+    budget_s: float = BUDGET_S,
+    deadline_s: float = 60.0,
+) -> Network:
+    """The all-reduce among all ranks, and messages from rank 0 to every other and between neighbours. Collective.
+
+    Takes about `budget_s` at most; larger sizes that would take longer are left out and listed as skipped. No
+    wait is longer than `budget_s + deadline_s`. All ranks return the same.
+    """
+    if not dist.is_initialized():
+        raise UsageError("there is no process group to measure: call init_process_group first, or start with torchrun")
+    if not sizes or any(nbytes < 4 or nbytes % 4 for nbytes in sizes) or list(sizes) != sorted(set(sizes)):
+        raise UsageError("sizes must rise and be multiples of 4, since float32 is sent")
+    group = group or dist.group.WORLD
+    assert group is not None
+    prober = _Prober(group, tuple(sizes), deadline_s + budget_s)
+    try:
+        return prober.run(budget_s)
+    finally:
+        prober.close()
+
+
+def links(world: int) -> list[tuple[int, int]]:
+    """Rank 0 and every other, then neighbours.
+
+    >>> links(4)
+    [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
+    """
+    return [(0, rank) for rank in range(1, world)] + [(rank, rank + 1) for rank in range(1, world - 1)]
+
+
+def summarize(
+    operation: str, ranks: Sequence[int], samples: Sequence[Sample], skipped_nbytes: Sequence[int] = ()
+) -> Measurement:
+    """What the samples come to: the nearest line, and the rate of the link."""
+    points = [(sample.nbytes, sample.median_s) for sample in samples]
+    fitted = [point for point in points if point[0] >= SMALL_NBYTES]
+    if len(fitted) < 2:
+        fitted = points
+    if len(fitted) < 2:
+        fitted = [(0, points[0][1]), *points]  # one size: all of it is start-up, for all that is known
+    line, errors = Line.fit(fitted)
+    return Measurement(
+        operation=operation,
+        ranks=tuple(ranks),
+        samples=tuple(samples),
+        skipped_nbytes=tuple(skipped_nbytes),
+        alpha_s=line.alpha_s,
+        beta_s_per_byte=line.beta_s_per_byte,
+        residual=max(map(abs, errors)),
+        rate_bits_s=8 * _share_on_a_link(operation, len(ranks)) * _bytes_per_s(points),
+    )
+
+
+def _bytes_per_s(points: Sequence[tuple[int, float]]) -> float:
+    """The median slope among the largest sizes: start-up falls out, and one size that was disturbed does not count."""
+    largest, seconds = points[-1]
+    tail = [point for point in points if 16 * point[0] >= largest]
+    slopes = [(s2 - s1) / (n2 - n1) for (n1, s1), (n2, s2) in combinations(tail, 2) if n2 >= 2 * n1]
+    slope = statistics.median(slopes) if slopes else 0.0
+    return 1 / slope if slope > 0 else largest / seconds
+
+
+def _share_on_a_link(operation: str, world: int) -> float:
+    """Bytes on one rank's link for each byte of the operation, if nothing is sent twice."""
+    if operation == "p2p":
+        return 1.0
+    return (2 if operation == "all_reduce" else 1) * (world - 1) / world
+
+
+def sample_of(nbytes: int, seconds: Sequence[float]) -> Sample:
+    """Median and spread of some repetitions."""
+    if len(seconds) == 1:
+        low = middle = high = seconds[0]
+    else:
+        deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+        low, middle, high = deciles[0], statistics.median(seconds), deciles[-1]
+    return Sample(nbytes=nbytes, median_s=middle, p10_s=low, p90_s=high, num_samples=len(seconds))
+
+
+class _Prober:
+    """One rank's part in measuring."""
+
+    def __init__(self, group: dist.ProcessGroup, sizes: tuple[int, ...], limit_s: float) -> None:
+        self.rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+        self._device = _device(group)
+        self.backend = backend_for(group, self._device)
+        self._sizes = sizes
+        self._limit = datetime.timedelta(seconds=limit_s)
+        store = store_beside(group)
+        # Never started: here ranks wait for each other in pairs, which is not what its verdicts are about.
+        health = Health(dist.PrefixStore("beacons", store), self.rank, self.members, limit_s, ())
+        self._control = Control(dist.PrefixStore("control", store), self.rank, self._world, limit_s, health)
+        self._hosts = tuple(self._control.gather(socket.gethostname(), "meet the other ranks for a measurement"))
+        self.group: Any = None
+        if self._world > 1:
+            try:
+                self.group = new_group(self.backend, store, "probe", self.rank, self._world, limit_s)
+            except RuntimeError as error:
+                raise self._failure("connect to the other ranks", (), error) from error
+        # Written, not just reserved: reading memory that was never written reads one page of zeros over and over.
+        self.buffer = torch.empty(sizes[-1] // 4, device=self._device).zero_()
+        self.number = torch.zeros(1, dtype=torch.int64, device=self._device)
+
+    def run(self, budget_s: float) -> Network:
+        found: list[Measurement] = []
+        pairs = links(self._world)
+        if pairs:
+            found += self._all_reduce(ALL_REDUCE_SHARE * budget_s)
+        for pair in pairs:
+            if self.rank in pair:
+                found += _Pair(self, pair).measure((1 - ALL_REDUCE_SHARE) * budget_s / len(pairs))
+            one, other = (self.members[rank] for rank in pair)
+            self._from(pair[0], f"wait for ranks {one} and {other} to measure their link")
+        several = TypeAdapter(list[Measurement])
+        texts = self._control.gather(several.dump_json(found).decode(), "exchange what was measured")
+        everything = [measurement for text in texts for measurement in several.validate_json(text)]
+        return Network(backend=self.backend, hosts=self._hosts, measurements=tuple(everything))
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.shutdown()
+
+    def _all_reduce(self, budget_s: float) -> list[Measurement]:
+        def once(nbytes: int) -> None:
+            self.wait(self.group.allreduce([self.buffer[: nbytes // 4]]), f"all-reduce {nbytes} bytes")
+
+        def agree(number: int) -> int:
+            self.number.fill_(number)
+            return self._from(0, "agree on repetitions")
+
+        samples, skipped = self.sweep(once, agree, budget_s)
+        return [summarize("all_reduce", range(self._world), samples, skipped)] if self.rank == 0 else []
+
+    def sweep(
+        self, once: Callable[[int], None], agree: Callable[[int], int], budget_s: float, num_ways: int = 1
+    ) -> tuple[list[Sample], tuple[int, ...]]:
+        """Time `once` for each size, and say which were left out; `agree` gives everybody the leader's number."""
+        once(self._sizes[0])  # connects
+        end_s = time.perf_counter() + budget_s
+        nbytes, seconds = self._sizes[0], _timed(once, self._sizes[0])
+        samples: list[Sample] = []
+        for index, next_nbytes in enumerate(self._sizes):
+            # Too much rather than too little: start-up, which is all that small sizes take, does not grow.
+            predicted_s = seconds * max(next_nbytes, SMALL_NBYTES) / max(nbytes, SMALL_NBYTES)
+            if samples and not agree(_affordable(predicted_s, end_s - time.perf_counter())):
+                return samples, self._sizes[index:]
+            nbytes = next_nbytes
+            repeats = agree(_num_repeats(_timed(once, nbytes), budget_s))
+            times_s = [_timed(once, nbytes) for _ in range(repeats)]
+            seconds = statistics.median(times_s)
+            samples.append(sample_of(nbytes, [each_s / num_ways for each_s in times_s]))
+        return samples, ()
+
+    def _from(self, source: int, purpose: str) -> int:
+        """`source`'s number, on all ranks."""
+        self.wait(self.group.broadcast(self.number, source), purpose)
+        return int(self.number.item())
+
+    def wait(self, work: dist.Work, purpose: str, with_ranks: tuple[int, ...] = ()) -> None:
+        try:
+            work.wait(self._limit)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
+        except RuntimeError as error:
+            raise self._failure(purpose, with_ranks, error) from error
+
+    def _failure(self, purpose: str, with_ranks: tuple[int, ...], error: RuntimeError) -> TrainingError:
+        words = str(error).strip().partition("\n")[0]
+        kind = DeadlineError if re.search("timed out|timeout", words, re.IGNORECASE) else PeerError
+        return kind(f"rank {self.members[self.rank]} tried to {purpose}, and the group failed ({words})", with_ranks)
+
+
+class _Pair:
+    """One rank's part in measuring the link between two; the first of them leads."""
+
+    def __init__(self, prober: _Prober, pair: tuple[int, int]) -> None:
+        self._prober, self._pair = prober, pair
+        self._leads = prober.rank == pair[0]
+        self._other = pair[1] if self._leads else pair[0]
+        self._name = prober.members[self._other]  # as the whole job calls it
+
+    def measure(self, budget_s: float) -> list[Measurement]:
+        stream_s = min(STREAM_S, STREAM_SHARE * budget_s)
+        samples, skipped = self._prober.sweep(self._there_and_back, self._agree, budget_s - stream_s, num_ways=2)
+        rate = self._rate(samples, stream_s)
+        found = summarize("p2p", self._pair, samples, skipped).model_copy(update={"rate_bits_s": 8 * rate})
+        return [found] if self._leads else []
+
+    def _rate(self, samples: Sequence[Sample], stream_s: float) -> float:
+        """Bytes a second of a stream in one direction, from the difference of two lengths.
+
+        A shaped link lets some hundred kilobytes through at once after a pause, and in a ping-pong each
+        direction pauses all the time: at 100 Mbit/s its times up to 512 KiB came to 111 Mbit/s.
+        """
+        guess = _bytes_per_s([(sample.nbytes, sample.median_s) for sample in samples])
+        fitting = [sample.nbytes for sample in samples if sample.nbytes <= min(MAX_STREAMED, guess * stream_s / 16)]
+        nbytes = self._agree(fitting[-1] if fitting else samples[0].nbytes)
+        num_messages = self._agree(max(1, math.floor(guess * stream_s / 4 / nbytes)))
+        self._stream(nbytes, 1)
+        short_s = _timed(lambda number: self._stream(nbytes, number), num_messages)
+        long_s = _timed(lambda number: self._stream(nbytes, number), 3 * num_messages)
+        if long_s <= short_s:
+            return 3 * num_messages * nbytes / long_s
+        return 2 * num_messages * nbytes / (long_s - short_s)
+
+    def _there_and_back(self, nbytes: int) -> None:
+        for step in (self._send, self._receive) if self._leads else (self._receive, self._send):
+            step(self._prober.buffer[: nbytes // 4])
+
+    def _stream(self, nbytes: int, num_messages: int) -> None:
+        values = self._prober.buffer[: nbytes // 4]
+        step = self._start_sending if self._leads else self._start_receiving
+        for work in [step(values) for _ in range(num_messages)]:
+            self._wait(work, f"stream {num_messages} messages of {nbytes} bytes with")
+        (self._receive if self._leads else self._send)(self._prober.number)  # all of it has arrived
+
+    def _agree(self, number: int) -> int:
+        self._prober.number.fill_(number)
+        (self._send if self._leads else self._receive)(self._prober.number)
+        return int(self._prober.number.item())
+
+    def _send(self, values: torch.Tensor) -> None:
+        self._wait(self._start_sending(values), f"send {values.nbytes} bytes to")
+
+    def _receive(self, values: torch.Tensor) -> None:
+        self._wait(self._start_receiving(values), f"receive {values.nbytes} bytes from")
+
+    def _start_sending(self, values: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, self._prober.group.send([values], self._other, 0))
+
+    def _start_receiving(self, values: torch.Tensor) -> dist.Work:
+        return cast(dist.Work, self._prober.group.recv([values], self._other, 0))
+
+    def _wait(self, work: dist.Work, purpose: str) -> None:
+        self._prober.wait(work, f"{purpose} rank {self._name}", (self._name,))
+
+
+def _affordable(predicted_s: float, left_s: float) -> bool:
+    """Each size may take two thirds of the time that is left."""
+    return (1 + MIN_REPEATS) * predicted_s < left_s * 2 / 3
+
+
+def _num_repeats(once_s: float, budget_s: float) -> int:
+    """A fortieth of the budget each, or as few as make a median."""
+    return max(MIN_REPEATS, min(MAX_REPEATS, math.floor(budget_s / 40 / once_s)))
+
+
+def _timed(once: Callable[[int], None], nbytes: int) -> float:
+    start_s = time.perf_counter()
+    once(nbytes)
+    return time.perf_counter() - start_s
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def osu_table(network: Network) -> str:
+    """The measurements as the OSU benchmarks print theirs, with the spread beside the median."""
+    lines = [f"# {network.backend}, {network.world} ranks: {', '.join(network.hosts)}"]
+    for found in network.measurements:
+        ranks = " and ".join(map(str, found.ranks)) if found.operation == "p2p" else f"0 to {len(found.ranks) - 1}"
+        lines += [
+            "",
+            f"# {found.operation} among ranks {ranks}",
+            f"# {found.alpha_s * 1e6:.1f} us + {found.beta_s_per_byte * 1e9:.4g} ns a byte from "
+            f"{SMALL_NBYTES} bytes on, within {found.residual:.0%}; {found.rate_bits_s / 1e6:.1f} Mbit/s on a link",
+        ]
+        if found.skipped_nbytes:
+            sizes = ", ".join(map(str, found.skipped_nbytes))
+            lines.append(f"# no time for sizes {sizes}")
+        lines.append("# Size        Median Latency(us)        P10(us)        P90(us)    Samples")
+        for sample in found.samples:
+            spread = f"{sample.p10_s * 1e6:15.2f}{sample.p90_s * 1e6:15.2f}{sample.num_samples:11d}"
+            lines.append(f"{sample.nbytes:<14d}{sample.median_s * 1e6:18.2f}{spread}")
+    return "\n".join(lines) + "\n"
