@@ -18,6 +18,25 @@ OPTIONS = {
         "--workers",
     },
     "demo": {"--epochs", "--json", "--out", "--recipe", "--workers"},
+    "bench": {
+        "--batch",
+        "--compute",
+        "--compute-ratio",
+        "--device",
+        "--hosts",
+        "--iterations",
+        "--loopback",
+        "--max-rounds",
+        "--methods",
+        "--out",
+        "--precision",
+        "--rate",
+        "--scale",
+        "--straggler",
+        "--workload",
+    },
+    "probe": {"--hosts", "--loopback", "--out", "--rate"},
+    "report": {"--out"},
 }
 
 
