@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradientflow import RunDirectory, __version__
+from gradientflow import Profile, RunDirectory, __version__
 from gradientflow.cli import main
 
 COMMAND = Path(sys.executable).with_name("gradientflow")
@@ -261,22 +261,64 @@ def test_demo_says_how_to_get_its_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_compares_both_methods(tmp_path: Path) -> None:
-    result = gradientflow("demo", "--json", "--workers", "2", "--epochs", "1", "--out", "out", cwd=tmp_path)
+def test_demo_trains_and_replays(tmp_path: Path) -> None:
+    small = ["--scale", "0.002", "--compute", "0.02", "--rate", "unshaped"]
+    result = gradientflow("demo", "--json", "--workers", "2", "--epochs", "1", *small, "--out", "out", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert (document["version"], document["recipe"], document["steps"]) == (1, "lazy", 11)
-    for method in (document["ddp"], document["gradientflow"]):
+    trained, replayed = document["trained"], document["replayed"]
+    assert (document["version"], trained["recipe"], trained["steps"]) == (1, "lazy", 11)
+    for method in (trained["ddp"], trained["gradientflow"]):
         assert 0 < method["test_accuracy"] <= 1
-        assert method["iteration_s"] > 0
-        assert method["exposed_s"] == method["iteration_s"] - document["compute_only"]["iteration_s"]
-    assert document["ddp"]["train_loss"] == pytest.approx(document["gradientflow"]["train_loss"], rel=0.05)
+        assert method["iteration_s"] > 0 and method["sent_nbytes"] > 1e6
+        assert method["exposed_s"] == method["iteration_s"] - trained["compute_only"]["iteration_s"]
+    assert trained["ddp"]["train_loss"] == pytest.approx(trained["gradientflow"]["train_loss"], rel=0.05)
+    assert [row["method"] for row in replayed["results"]] == ["compute", "ddp", "lazy", "lazy+bf16"]
     assert RunDirectory(tmp_path / "out").traced_ranks() == [0, 1]
+    assert "plotly" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.slow
-def test_demo_shows_the_end_of_its_log_when_it_fails(tmp_path: Path) -> None:
-    result = gradientflow("demo", "--workers", "2", "--out", "out", cwd=tmp_path, GLOO_SOCKET_IFNAME="nowhere")
-    assert result.returncode == 1
-    assert "nowhere" in result.stderr
-    assert result.stderr.splitlines()[-1].endswith(str(tmp_path / "out" / "demo.log"))
+# - Profile
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), torch.ones(4, 8), lambda m, b: m(b).sum()
+
+def nothing():
+    return None
+"""
+
+
+def test_profile_of_a_real_model(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    result = gradientflow("profile", "model.py:build", "--steps", "2", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = Profile.read(tmp_path / "profile.json")
+    assert {tensor.name for tensor in found.tensors[:2]} == {"2.weight", "2.bias"}  # backward begins at the end
+    assert found.numel == 8 * 16 + 16 + 16 * 2 + 2 and found.forward_s > 0 and found.backward_s > 0 and found.flops > 0
+    assert "4 tensors" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("model.py", "FILE.py:FUNCTION"),
+        ("nowhere.py:build", "no file nowhere.py"),
+        ("model.py:biuld", "has no function biuld"),
+        ("model.py:nothing", "has to return (model, batch, loss)"),
+        ("no.such.module:build", "No module named"),
+    ],
+)
+def test_profile_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], target: str, words: str
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    assert_refused(gradientflow_here("profile", target, monkeypatch=monkeypatch, capfd=capfd), words)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    assert not (tmp_path / "profile.json").exists()

@@ -17,7 +17,17 @@ OPTIONS = {
         "--recipe",
         "--workers",
     },
-    "demo": {"--epochs", "--json", "--out", "--recipe", "--workers"},
+    "demo": {
+        "--compute",
+        "--epochs",
+        "--json",
+        "--out",
+        "--rate",
+        "--recipe",
+        "--scale",
+        "--workers",
+        "--workload",
+    },
     "bench": {
         "--batch",
         "--compute",
@@ -36,6 +46,7 @@ OPTIONS = {
         "--workload",
     },
     "probe": {"--hosts", "--loopback", "--out", "--rate"},
+    "profile": {"--out", "--steps"},
     "report": {"--out"},
 }
 

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
         UserError,
     )
     from gradientflow.integrations.ddp import DistributedDataParallel
+    from gradientflow.lab.measure import profile
     from gradientflow.plan import Message, Plan, Slice
-    from gradientflow.profile import Profile, TensorProfile
+    from gradientflow.profiles import Profile, TensorProfile
     from gradientflow.recipe import Recipe
     from gradientflow.rundir import RunDirectory
     from gradientflow.runtime.attach import attach
@@ -55,19 +56,20 @@ _HOME = {
     "NothingToTrainError": "errors",
     "PeerError": "errors",
     "Plan": "plan",
-    "Profile": "profile",
+    "Profile": "profiles",
     "Recipe": "recipe",
     "RecipeError": "errors",
     "RunDirectory": "rundir",
     "Slice": "plan",
     "Span": "trace",
     "Sync": "sync",
-    "TensorProfile": "profile",
+    "TensorProfile": "profiles",
     "Trace": "trace",
     "TrainingError": "errors",
     "UsageError": "errors",
     "UserError": "errors",
     "attach": "runtime.attach",
+    "profile": "lab.measure",
 }
 
 __all__ = [
@@ -95,6 +97,7 @@ __all__ = [
     "UsageError",
     "UserError",
     "attach",
+    "profile",
 ]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pydantic import Field, model_validator
 
 from gradientflow.documents import Document, Record
-from gradientflow.profile import Profile
+from gradientflow.profiles import Profile
 
 
 class Slice(Record):

@@ -25,7 +25,7 @@ from gradientflow.compress import CODECS, EXACT, Codec
 from gradientflow.documents import Record, describe, read_text, write_text
 from gradientflow.errors import DocumentError, RecipeError
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile
+from gradientflow.profiles import Profile
 from gradientflow.schedule import SCHEDULES
 from gradientflow.sync import BSP, Sync
 

@@ -22,7 +22,7 @@ from gradientflow.documents import Document
 from gradientflow.errors import DocumentError
 from gradientflow.network import Network
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile
+from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe
 from gradientflow.trace import Trace
 

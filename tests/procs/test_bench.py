@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from gradientflow.bench.arena import LabArena, Loopback, arena, start
+from gradientflow.bench.bakeoff import run_at
 from gradientflow.bench.methods import method
+from gradientflow.bench.results import Results
+from gradientflow.bench.worker import MIN_ROUNDS, Specification
 from gradientflow.cli import main
+from gradientflow.errors import TrainingError
+from gradientflow.lab import Lab
 from gradientflow.lab.workloads import workload
 
 
@@ -24,6 +35,15 @@ from gradientflow.lab.workloads import workload
         (["--workload", "resnet-50", "--straggler", "9"], "RANK:FACTOR"),
         (["--workload", "resnet-50", "--out", "/no/such/place.json"], "no directory"),
         (["--workload", "resnet-50", "--compute", "1", "--device", "v100"], "both say"),
+        (["--workload", "resnet-50", "--compute", "-1"], "compute_s is -1"),
+        (["--workload", "resnet-50", "--compute", "nan"], "compute_s is nan"),
+        (["--workload", "resnet-50", "--scale", "0"], "scale is 0"),
+        (["--workload", "resnet-50", "--methods", ","], "--methods is empty"),
+        (["--workload", "resnet-50", "--precision", "2"], "--precision"),
+        (["--workload", "resnet-50", "--straggler", "1:inf"], "factors"),
+        (["--workload", "resnet-50", "--loopback", "--rate", "1Gbit"], "leave one of them out"),
+        (["--workload", "resnet-50", "--loopback", "--compute-ratio", "1"], "give a --rate"),
+        (["--workload", "bert-large", "--hosts", "64"], "--scale"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -44,10 +64,23 @@ def _refused(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gradientflow", *arguments])
+    before = _namespaces()
     with pytest.raises(SystemExit) as ended:
         main()
     errors = capsys.readouterr().err
     assert ended.value.code == 2 and words in errors and errors.count("\n") == 1, errors
+    assert _namespaces() == before and not [lab for lab in Lab.status() if lab.owner == os.getpid()]
+
+
+def _namespaces() -> list[str]:
+    return sorted(path.name for path in Path("/run/netns").glob("*"))
+
+
+def test_a_rate_that_the_machine_cannot_carry_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _possible()
+    _refused(["bench", "--workload", "alexnet", "--scale", "0.01", "--rate", "900Gbit"], "carries", monkeypatch, capsys)
 
 
 def test_what_a_method_must_send() -> None:
@@ -59,3 +92,138 @@ def test_what_a_method_must_send() -> None:
     )
     assert method("compute").must_send_nbytes(profile, 4) == 0
     assert method("ddp-powersgd").must_send_nbytes(profile, 4) < dense / 50
+
+
+# - Whole runs
+
+RATE = 20e6
+
+
+def _possible() -> None:
+    with arena(2, None) as place:
+        if place.notes:
+            pytest.skip(place.notes[0])
+
+
+def _spec(*methods: str) -> Specification:
+    return Specification(
+        workload="resnet-50",
+        profile=workload("resnet-50", compute_s=0.03, scale=0.003),
+        methods=methods,
+        rate=None,
+        interface="",
+        num_sharing=1,
+        iterations=1,
+        max_rounds=MIN_ROUNDS,
+        precision=0.5,
+        batch=8,
+        probe_s=1.0,
+        findings="",
+    )
+
+
+@pytest.mark.slow
+def test_methods_side_by_side_on_links_of_a_known_rate(tmp_path: Path) -> None:
+    _possible()
+    spec, said = _spec("ddp", "ddp (2)", "ddp-best", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "lazy", "bsp+bf16"), []
+    with Lab(2, RATE) as lab:
+        # Not through `arena`, which would measure first what a busy machine carries.
+        results = run_at(LabArena(lab, RATE), spec, said.append)
+    assert [row.method for row in results.results] == ["compute", *spec.methods] and not results.notes
+    assert [line.done for line in said if "round" in line.words] == list(range(1, MIN_ROUNDS + 1))
+    rows = {row.method: row for row in results.results}
+    assert rows["compute"].bytes_sent < 1e4 and rows["compute"].limit_s == pytest.approx(rows["compute"].compute_s)
+    for name in spec.methods:
+        row = rows[name]
+        exact = row.must_send == rows["ddp"].must_send
+        # Coordination and the rest of what a worker says on the wire weigh little even in a small model.
+        assert 0.97 * row.must_send < row.bytes_sent < 1.03 * row.must_send + 3e4, (name, row.bytes_sent, row.must_send)
+        assert row.iteration_s.n == MIN_ROUNDS and 0 < row.iteration_s.p10 <= row.iteration_s.median
+        assert row.limit_s >= max(row.wire_bound_s, row.compute_s)
+        assert not exact or row.iteration_s.p90 >= row.wire_bound_s
+        assert row.ratio_to[name].low == row.ratio_to[name].high == 1.0
+        assert row.speedup == pytest.approx(2 * row.compute_s / row.iteration_s.median)
+        assert row.samples_per_s == pytest.approx(16 / row.iteration_s.median)
+        assert row.peak_memory_bytes > 50e6 and row.cpu_s > 0 and 0 < row.cpu_share <= 1
+        lines = [line for line in results.timelines if line.method == name]
+        assert [line.rank for line in lines] == [0, 1]
+        for line in lines:
+            kinds = {span.kind for span in line.spans}
+            assert {"forward", "backward", "exposed", "message"} <= kinds, (name, kinds)
+            assert all(-1.0 < span.start_s <= span.end_s < 60.0 for span in line.spans)
+    assert rows["bsp+bf16"].must_send == rows["ddp"].must_send / 2
+    assert results.network is not None and results.network.of("all_reduce")
+    results.write(tmp_path / "results.json")
+    assert Results.read(tmp_path / "results.json") == results
+
+
+@pytest.mark.slow
+def test_the_command_on_the_loopback(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    arguments = ["--workload", "alexnet", "--scale", "0.002", "--compute", "0.02", "--hosts", "2", "--loopback"]
+    arguments += ["--methods", "ddp,lazy", "--iterations", "9", "--max-rounds", "9", "--straggler", "1:3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gradientflow", "bench", *arguments, "--out", str(file)],
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "not shaped" in done.stdout and "lazy" in done.stdout
+    document = json.loads(file.read_text())
+    assert document["version"] == 1 and {"cores", "torch"} <= document["machine"].keys()
+    compute, ddp, lazy = document["results"]
+    assert compute["compute_s"] > 0.06  # the straggler's
+    assert {"low", "median", "high"} == set(lazy["ratio_to"]["ddp"]) and ddp["rate"] is None
+    assert abs(ddp["bytes_sent"] / ddp["must_send"] - 1) < 0.5  # the loopback is not ours alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["bench", "probe"])
+def test_under_torchrun_its_world_is_used(command: str, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    bench = ["--workload", "alexnet", "--scale", "0.002", "--compute", "0.02", "--methods", "ddp,lazy",
+             "--iterations", "9", "--max-rounds", "9"]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradientflow",
+         command, *(bench if command == "bench" else []), "--out", str(file)],
+        capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(file.read_text())
+    assert done.stdout.count(str(file)) >= 1
+    if command == "bench":
+        assert [row["hosts"] for row in document["results"]] == [2, 2, 2] and "not shaped" in document["place"]
+    else:
+        assert len(document["hosts"]) == 2 and document["measurements"]
+
+
+def test_a_worker_that_fails_ends_all_and_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"worker \d failed .*no_such_module"):
+        start(Loopback(2, ""), "gradientflow.no_such_module", [], lambda line: None, 60.0, logs=tmp_path)
+    assert "no_such_module" in (tmp_path / "worker-0.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_a_bench_is_stopped(number: signal.Signals) -> None:
+    arguments = ["--workload", "alexnet", "--scale", "0.002", "--compute", "5", "--hosts", "2", "--loopback"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "gradientflow", "bench", *arguments], stdout=-3, stderr=subprocess.PIPE
+    ) as bench:
+        workers = _wait_for(lambda: _workers_of(bench.pid))
+        time.sleep(5.0)  # until they train
+        bench.send_signal(number)
+        assert bench.wait(20.0) in (-number, 128 + number)
+        assert _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def _workers_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] if len(children) == 2 else []
+
+
+def _wait_for(found: object) -> list[int]:
+    for _ in range(300):
+        if value := found():  # type: ignore[operator]
+            return value  # type: ignore[no-any-return]
+        time.sleep(0.1)
+    raise AssertionError("not within 30 s")

@@ -12,7 +12,7 @@ from gradientflow.documents import write_text
 from gradientflow.errors import DocumentError
 from gradientflow.network import Network
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import Run, RunDirectory, now
 from gradientflow.schedule import lazy

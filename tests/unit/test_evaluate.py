@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradientflow.cost import Cost, CostTable, Line, evaluate, limit_s
 from gradientflow.plan import Message, Plan, Slice
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.schedule import bsp, wfbp
 from gradientflow.schedule.fusion import fuse
 from gradientflow.trace import Trace

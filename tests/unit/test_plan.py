@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gradientflow.errors import RecipeError
 from gradientflow.plan import Message, Plan, Slice
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.schedule import SCHEDULES, bsp, lazy, wfbp
 from gradientflow.schedule.fusion import fuse

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradientflow.plan import Message, Plan, Slice
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.runtime.pool import Pool
 from gradientflow.schedule import bsp
 

@@ -15,7 +15,7 @@ from gradientflow.errors import NothingToTrainError, UsageError
 from gradientflow.lab.measure import profile as measure
 from gradientflow.lab.replay import GRAIN_S, Pace, Replay
 from gradientflow.lab.workloads import workload
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from models import build, loss_of
 
 SMALL = workload("bert-base", scale=0.001)

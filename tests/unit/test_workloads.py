@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradientflow.errors import DocumentError, UsageError
 from gradientflow.lab.models import MODELS
 from gradientflow.lab.workloads import SPEEDS, load, scaled, timed, workload
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 
 #: Parameters, tensors, largest tensor, per cent of tensors below 64 KiB, operations of forward on one sample.
 FACTS = {

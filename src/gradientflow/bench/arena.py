@@ -7,14 +7,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from gradientflow.errors import TrainingError
@@ -25,11 +28,14 @@ LOG_LINES = 15
 
 
 class Arena(Protocol):
-    #: What joins the workers, for people.
-    network: str
+    #: For people.
+    words: str
     num_workers: int
     #: Bits per second of each worker's port; None: not known.
     rate: float | None
+    #: What carries the workers' traffic, and how many of them share it.
+    interface: str
+    num_sharing: int
     notes: tuple[str, ...]
 
     def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
@@ -44,7 +50,9 @@ class LabArena:
         self._lab = lab
         self.num_workers = len(lab.hosts)
         self.rate = rate
-        self.network = f"lab, {format_rate(rate)} a port"
+        self.words = f"lab, {format_rate(rate)} a port"
+        self.interface = lab.hosts[0].interface
+        self.num_sharing = 1
         self.notes: tuple[str, ...] = ()
 
     def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
@@ -60,7 +68,9 @@ class Loopback:
     def __init__(self, num_workers: int, why: str) -> None:
         self.num_workers = num_workers
         self.rate: float | None = None
-        self.network = "loopback, not shaped"
+        self.words = "loopback, not shaped"
+        self.interface = "lo"
+        self.num_sharing = num_workers
         self.notes: tuple[str, ...] = (f"not shaped: {why}",) if why else ()
         self._port = _free_port()
 
@@ -89,16 +99,29 @@ def arena(num_workers: int, rate: float | None, *, shaped: bool = True) -> Itera
         yield LabArena(lab, rate)
 
 
-def start(place: Arena, module: str, arguments: Sequence[str], follow: Callable[[str], None], limit_s: float) -> None:
-    """Run `python -m MODULE ARGUMENTS` on every worker until all have ended well, or raise."""
+def start(
+    place: Arena,
+    module: str,
+    arguments: Sequence[str],
+    follow: Callable[[str], None],
+    limit_s: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    logs: Path | None = None,
+) -> None:
+    """Run `python -m MODULE ARGUMENTS` on every worker until all have ended well, or raise.
+
+    follow: gets each line of rank 0's stdout.
+    environment: beside this process's own, and what `init_process_group()` reads.
+    logs: a directory for what workers say on stderr; without one it is kept only as long as they run."""
     address, port = place.master()
-    with tempfile.TemporaryDirectory() as directory:
-        logs = [Path(directory) / f"rank-{rank}.log" for rank in range(place.num_workers)]
+    with tempfile.TemporaryDirectory() as passing:
+        files = [(logs or Path(passing)) / f"worker-{rank}.log" for rank in range(place.num_workers)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, log in enumerate(logs):
-                environment = {
+            for rank, log in enumerate(files):
+                told = {
                     **os.environ,
+                    **environment,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(place.num_workers),
@@ -109,17 +132,17 @@ def start(place: Arena, module: str, arguments: Sequence[str], follow: Callable[
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 argv = [sys.executable, "-m", module, *arguments]
                 with log.open("w") as errors:
-                    processes.append(place.popen(rank, argv, env=environment, stdout=out, stderr=errors))
-            _watch(processes, follow, limit_s, logs)
+                    processes.append(place.popen(rank, argv, env=told, stdout=out, stderr=errors))
+            _watch(processes, follow, limit_s, files)
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
-                process.wait()
+                process.communicate()  # waits, and closes its pipe
 
 
 def _watch(
-    processes: list[subprocess.Popen[bytes]], follow: Callable[[str], None], limit_s: float, logs: list[Path]
+    processes: list[subprocess.Popen[bytes]], follow: Callable[[str], None], limit_s: float, files: list[Path]
 ) -> None:
     end_s = time.monotonic() + limit_s
     stdout = processes[0].stdout
@@ -136,7 +159,7 @@ def _watch(
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             time.sleep(1.0)  # the others may say more
-            raise TrainingError(f"worker {failed[0]} failed ({_last_words(logs[failed[0]])})", tuple(failed))
+            raise TrainingError(f"worker {failed[0]} failed ({_last_words(files[failed[0]])})", tuple(failed))
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > end_s:
@@ -150,6 +173,12 @@ def _last_words(log: Path) -> str:
         if "Error" in line:
             return line.split("]: ", 1)[-1]
     return lines[-1] if lines else "it said nothing"
+
+
+def die_with_parent() -> None:
+    """In a worker: end when the process that called `start` ends, however it ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -2,12 +2,15 @@
 kept as text: no `from __future__ import annotations`."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradientflow.trace import Span
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -22,16 +25,30 @@ def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
     return future
 
 
-def watched_all_reduce(messages: list[Span], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does without a hook, and a note of when."""
-    start_s = time.perf_counter()
+def all_reduce_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does without a hook."""
     work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-
-    def done(future: torch.futures.Future[Any]) -> torch.Tensor:
-        label, details = f"bucket {bucket.index()}", {"nbytes": bucket.buffer().nbytes}
-        messages.append(Span("message", label, "buckets", start_s, time.perf_counter(), 0, details))
-        result: torch.Tensor = future.value()[0]
-        return result
-
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(done)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
     return future
+
+
+def watched(hook: Hook, messages: list[Span]) -> Hook:
+    """`hook`, and a note of when its messages began and ended."""
+
+    def watching(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        start_s = time.perf_counter()
+        label, details = f"bucket {bucket.index()}", {"nbytes": float(bucket.buffer().nbytes)}
+
+        def done(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            messages.append(Span("message", label, "buckets", start_s, time.perf_counter(), 0, details))
+            return future.value()
+
+        future: torch.futures.Future[torch.Tensor] = hook(state, bucket).then(done)
+        return future
+
+    return watching
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor

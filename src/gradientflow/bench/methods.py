@@ -7,7 +7,9 @@ backward passes that follow its own forward pass.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -15,11 +17,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
-from gradientflow.bench.comm_hooks import bf16_hook
+from gradientflow.bench.comm_hooks import Hook, all_reduce_hook, bf16_hook, watched
+from gradientflow.bench.horovod import Horovod
 from gradientflow.errors import RecipeError, UsageError
 from gradientflow.integrations.ddp import DistributedDataParallel
-from gradientflow.profile import Profile
+from gradientflow.profiles import Profile
 from gradientflow.recipe import as_recipe
+from gradientflow.trace import Span
 
 #: Bucket sizes that `ddp-best` chooses from, in MB as DDP counts them.
 BUCKETS_MB = (1, 5, 25, 100)
@@ -33,32 +37,62 @@ class Method:
     wrap: Callable[[nn.Module], nn.Module]
     #: Bytes of gradients that all ranks have to agree on in one iteration, as they are on the wire.
     payload_nbytes: Callable[[Profile], float]
+    #: Wraps the module so that messages are noted in the list. None: what `wrap` makes says so itself, or sends none.
+    watch: Callable[[nn.Module, list[Span]], nn.Module] | None = None
 
     def must_send_nbytes(self, profile: Profile, world: int) -> float:
         """What one rank sends, and what its port carries, if the exchange is optimal: a ring's 2 (n - 1) / n."""
         return 2 * (world - 1) / world * self.payload_nbytes(profile)
 
 
+#: Beside recipes. `ddp-best` is chosen by a pilot, see bench/worker.py.
+NAMES = ("compute", "ddp", "ddp-best", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "horovod")
+
+
+def numbered(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that are told apart where a method is asked for twice, as in an A/A test.
+
+    >>> numbered(["ddp", "lazy", "ddp"])
+    ('ddp', 'lazy', 'ddp (2)')
+    """
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return tuple(found)
+
+
+def without_number(name: str) -> str:
+    return re.sub(r" \(\d+\)$", "", name)
+
+
 def method(name: str) -> Method:
-    """By its name on the command line."""
-    if name == "compute":
+    """By its name on the command line, or as `numbered` gives it."""
+    plain = without_number(name)
+    if plain == "compute":
         return Method(name, lambda module: module, lambda profile: 0.0)
-    if name == "ddp":
-        return stock_ddp(25)
-    if name == "ddp-fp16":
-        return _hooked(name, lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook), _half)
-    if name == "ddp-bf16":
-        return _hooked(name, lambda ddp: ddp.register_comm_hook(None, bf16_hook), _half)
-    if name == "ddp-powersgd":
-        return _hooked(name, _use_powersgd, _low_rank, bucket_cap_mb=1000)  # the stock hook fails with several buckets
-    if name == "horovod":
-        return _horovod()
+    if plain == "ddp":
+        return stock_ddp(25, name)
+    if plain == "ddp-fp16":
+        return _hooked(name, default_hooks.fp16_compress_hook, _half)
+    if plain == "ddp-bf16":
+        return _hooked(name, bf16_hook, _half)
+    if plain == "ddp-powersgd":
+        # The stock hook fails with several buckets.
+        return _hooked(name, powerSGD_hook.powerSGD_hook, _low_rank, bucket_cap_mb=1000, state=_powersgd_state)
+    if plain == "horovod":
+        return _horovod(name)
+    return _recipe(name, plain)
+
+
+def _recipe(name: str, text: str) -> Method:
     try:
-        recipe = as_recipe(name)
+        recipe = as_recipe(text)
     except RecipeError as error:
-        near = get_close_matches(name, NAMES, n=1)
+        near = get_close_matches(text, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)} or a recipe"
-        raise UsageError(f"unknown method {name!r}: {hint} ({error})") from None
+        raise UsageError(f"unknown method {text!r}: {hint} ({error})") from None
 
     def wrap(module: nn.Module) -> nn.Module:
         return DistributedDataParallel(module, recipe=recipe, init_sync=False, gradient_as_bucket_view=True)
@@ -71,23 +105,32 @@ def method(name: str) -> Method:
     return Method(name, wrap, payload)
 
 
-#: Beside recipes. `ddp-best` is chosen by a pilot, see bench/worker.py.
-NAMES = ("compute", "ddp", "ddp-best", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "horovod")
-
-
 def stock_ddp(bucket_mb: float, name: str = "ddp") -> Method:
-    return _hooked(name, lambda ddp: None, _dense, bucket_cap_mb=bucket_mb)
+    return _hooked(name, None, _dense, bucket_cap_mb=bucket_mb)
 
 
 def _hooked(
-    name: str, use: Callable[[StockDDP], object], payload: Callable[[Profile], float], bucket_cap_mb: float = 25
+    name: str,
+    hook: Hook | None,
+    payload: Callable[[Profile], float],
+    bucket_cap_mb: float = 25,
+    state: Callable[[], object] = lambda: None,
 ) -> Method:
+    def plain(module: nn.Module) -> StockDDP:
+        return StockDDP(module, bucket_cap_mb=bucket_cap_mb, init_sync=False)
+
     def wrap(module: nn.Module) -> nn.Module:
-        ddp = StockDDP(module, bucket_cap_mb=bucket_cap_mb, init_sync=False)
-        use(ddp)
+        ddp = plain(module)
+        if hook is not None:
+            ddp.register_comm_hook(state(), hook)
         return ddp
 
-    return Method(name, wrap, payload)
+    def watch(module: nn.Module, messages: list[Span]) -> nn.Module:
+        ddp = plain(module)
+        ddp.register_comm_hook(state(), watched(hook or all_reduce_hook, messages))
+        return ddp
+
+    return Method(name, wrap, payload, watch)
 
 
 def _dense(profile: Profile) -> float:
@@ -98,9 +141,8 @@ def _half(profile: Profile) -> float:
     return 2.0 * profile.numel
 
 
-def _use_powersgd(ddp: StockDDP) -> None:
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+def _powersgd_state() -> object:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
 
 
 def _low_rank(profile: Profile) -> float:
@@ -114,7 +156,7 @@ def _low_rank(profile: Profile) -> float:
     return float(nbytes)
 
 
-def _horovod() -> Method:
+def _horovod(name: str) -> Method:
     if importlib.util.find_spec("horovod") is None:
         raise UsageError("method horovod needs Horovod, which is not installed: pip install horovod, or leave it out")
-    raise UsageError("method horovod: start the job with horovodrun; under this launcher it has no world")
+    return Method(name, Horovod, _dense)

@@ -11,6 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from gradientflow.bench.arena import die_with_parent
 from gradientflow.network import Network
 from gradientflow.probe import measure_network
 
@@ -29,6 +30,7 @@ def measure_here() -> Network | None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     found = measure_here()
     if found is not None:
         found.write(sys.argv[1])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from gradientflow.documents import Document, Record
+from gradientflow.network import Network
 from gradientflow.trace import Span
 
 
@@ -73,9 +74,10 @@ class Result(Record):
 
 
 class Timeline(Record):
-    """One iteration of one method on rank 0; times from its beginning."""
+    """One iteration of one method on one rank; times from its beginning on rank 0, on rank 0's clock."""
 
     method: str
+    rank: int = 0
     spans: tuple[Span, ...]
 
 
@@ -91,8 +93,10 @@ class Results(Document):
     machine: Machine
     command: str
     started: str
-    #: How the workers were joined: a lab's rate, loopback, or a cluster.
-    network: str
+    #: Where the workers were: in a lab with links of some rate, on the loopback, in a cluster.
+    place: str
+    #: What a short probe measured there before the bake-off.
+    network: Network | None = None
     notes: tuple[str, ...] = ()
     results: tuple[Result, ...] = Field(min_length=1)
     timelines: tuple[Timeline, ...] = ()

@@ -1,6 +1,6 @@
 """Trains the same model by several methods in one job, block by block in turn, and compares them.
 
-    torchrun ... -m gradientflow.bench.side_by_side --recipe lazy --epochs 12 --out DIR
+    python -m gradientflow.bench.side_by_side --recipe lazy --epochs 12 --out DIR --interface lo --num-sharing 4
 
 A round trains each method on the same few batches, one method after the other; who begins moves on with
 each round. So a slow moment of the machine meets all methods alike. A block's time runs from barrier to
@@ -27,7 +27,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from gradientflow.bench.arena import die_with_parent
 from gradientflow.bench.digits import Batch, Digits, batches_of_rank, build_reader, load_digits
+from gradientflow.bench.usage import sent_nbytes
+from gradientflow.bench.worker import Progress
 from gradientflow.documents import Document, Record
 from gradientflow.runtime.attach import attach
 
@@ -40,26 +43,15 @@ WARM_UP_ROUNDS = 2
 LEARNING_RATE = 0.05
 TIMEOUT_S = 120.0
 
-#: Workers on one machine reach each other through this interface, whatever address they use.
-_SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
-
-
-class Progress(Record):
-    """A line on rank 0's stdout."""
-
-    steps_done: int
-    steps_total: int
-
 
 class Cost(Record):
     """What a step of a method takes."""
 
     #: Median over blocks.
     iteration_s: float
-    #: A worker's share of what the loopback counted: TCP headers, acknowledgements and the barriers around
-    #: a block included. The least over blocks, since other programs' traffic can only add to it. None where
-    #: the count cannot be read.
-    sent_nbytes: float | None
+    #: By one worker, packets' headers taken off, the barriers around a block included. The least over blocks, since
+    #: other programs' traffic can only add to it.
+    sent_nbytes: float
 
 
 class Score(Cost):
@@ -83,11 +75,18 @@ class Comparison(Document):
     gradientflow: Score
 
 
+class Wire(NamedTuple):
+    """What carries a worker's traffic, and how many workers share it."""
+
+    interface: str
+    num_sharing: int
+
+
 class _Block(NamedTuple):
     """Some steps of one method, per step."""
 
     seconds: float
-    sent_nbytes: float | None
+    sent_nbytes: float
 
 
 class _Method:
@@ -99,27 +98,23 @@ class _Method:
         self.forward = self.model
         self.blocks: list[_Block] = []
 
-    def train_block(self, batches: Sequence[Batch]) -> None:
+    def train_block(self, batches: Sequence[Batch], wire: Wire) -> None:
         """Collective."""
         dist.barrier()
-        sent_before, start_s = _sent_nbytes(), time.perf_counter()
+        sent_before, start_s = sent_nbytes(wire.interface), time.perf_counter()
         for images, labels in batches:
             self.optimizer.zero_grad()
             cross_entropy(self.forward(images), labels).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
         dist.barrier()
-        seconds, sent_after = time.perf_counter() - start_s, _sent_nbytes()
-        sent = None
-        if sent_before is not None and sent_after is not None:
-            sent = (sent_after - sent_before) / len(batches) / dist.get_world_size()
-        self.blocks.append(_Block(seconds / len(batches), sent))
+        seconds, sent = time.perf_counter() - start_s, sent_nbytes(wire.interface) - sent_before
+        self.blocks.append(_Block(seconds / len(batches), sent / len(batches) / wire.num_sharing))
 
     def cost(self) -> Cost:
         blocks = self.blocks[WARM_UP_ROUNDS:] or self.blocks[-1:]
-        sent = [block.sent_nbytes for block in blocks if block.sent_nbytes is not None]
         return Cost(
             iteration_s=statistics.median(block.seconds for block in blocks),
-            sent_nbytes=min(sent, default=None),
+            sent_nbytes=min(block.sent_nbytes for block in blocks),
         )
 
     def score(self, data: Digits) -> Score:
@@ -128,7 +123,7 @@ class _Method:
         return Score(**dict(self.cost()), test_accuracy=accuracy, train_loss=loss)
 
 
-def compare(recipe: str, epochs: int, report: Callable[[Progress], None]) -> Comparison:
+def compare(recipe: str, epochs: int, wire: Wire, report: Callable[[Progress], None]) -> Comparison:
     """Collective, in an initialised process group. Rank 0's return value is the one to keep."""
     rank, world = dist.get_rank(), dist.get_world_size()
     data = load_digits()
@@ -139,8 +134,8 @@ def compare(recipe: str, epochs: int, report: Callable[[Progress], None]) -> Com
         for number, start in enumerate(range(0, len(batches), BLOCK_STEPS)):
             block = batches[start : start + BLOCK_STEPS]
             for turn in range(len(methods)):
-                methods[(number + turn) % len(methods)].train_block(block)
-            report(Progress(steps_done=start + len(block), steps_total=len(batches)))
+                methods[(number + turn) % len(methods)].train_block(block, wire)
+            report(Progress(done=start + len(block), total=len(batches), words="training on digits"))
     return Comparison(
         recipe=recipe,
         world=world,
@@ -158,13 +153,17 @@ def main() -> None:
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--interface", required=True)
+    parser.add_argument("--num-sharing", type=int, required=True)
     given = parser.parse_args()
+    wire = Wire(given.interface, given.num_sharing)
+    die_with_parent()
     # Workers share the machine's cores; more threads would only get into each other's way.
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     try:
         first = dist.get_rank() == 0
-        comparison = compare(given.recipe, given.epochs, _print_progress if first else _stay_silent)
+        comparison = compare(given.recipe, given.epochs, wire, _print_progress if first else _stay_silent)
         if first:
             comparison.write(given.out / "comparison.json")
     finally:
@@ -177,13 +176,6 @@ def _print_progress(progress: Progress) -> None:
 
 def _stay_silent(progress: Progress) -> None:
     pass
-
-
-def _sent_nbytes() -> int | None:
-    try:
-        return int(_SENT.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 @torch.no_grad()

@@ -2,42 +2,44 @@
 
     python -m gradientflow.bench.worker SPEC.json        (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 
-A round runs a block of iterations of every method; who begins moves on with each round, so a slow moment of
-the machine meets all methods alike, and ratios are taken within a round. A block's time runs from barrier to
-barrier. "compute", the optimizer on and the exchange off, is always among the methods. Rank 0 writes progress to
-stdout, a JSON object a line, and the findings to the file the specification names.
+A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
+machine meets all methods alike, and ratios are taken within a round. A block's time runs from barrier to barrier.
+"compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with one
+method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file
+the specification names.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
-import resource
+import gc
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradientflow.bench.comm_hooks import watched_all_reduce
-from gradientflow.bench.methods import BUCKETS_MB, Method, method, stock_ddp
+from gradientflow.bench.arena import die_with_parent
+from gradientflow.bench.methods import BUCKETS_MB, Method, method, stock_ddp, without_number
 from gradientflow.bench.results import Ratio, Result, Spread, Timeline
+from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage
 from gradientflow.cost.evaluate import limit_s
 from gradientflow.documents import Document, Record, parse_json
-from gradientflow.errors import TrainingError
 from gradientflow.integrations.ddp import DistributedDataParallel
+from gradientflow.lab.limits import goodput
 from gradientflow.lab.replay import Replay
-from gradientflow.profile import Profile
-from gradientflow.trace import Span
+from gradientflow.lab.workloads import timed
+from gradientflow.network import Network
+from gradientflow.probe import measure_network
+from gradientflow.profiles import Profile
+from gradientflow.trace import MAIN, Span, Trace, aligned
 
-#: TCP over Ethernet with time stamps: of 1514 bytes on the wire, 1448 are data.
-GOODPUT = 1448 / 1514
-HEADER_NBYTES = 66
 TIMEOUT_S = 300.0
+PROBE_S = 8.0
 WARM_UP_ITERATIONS = 2
 MIN_ROUNDS = 9
 PILOT_ROUNDS = 3
@@ -52,16 +54,19 @@ class Specification(Document):
     methods: tuple[str, ...]
     #: Bits per second of each worker's port, None if not known.
     rate: float | None
+    #: What carries the traffic, and how many workers share it.
+    interface: str
+    num_sharing: int
     #: Of every method in a block.
     iterations: int
     max_rounds: int
     precision: float
     #: Samples of one worker in an iteration.
     batch: int
+    #: What the probe before may take.
+    probe_s: float = PROBE_S
     #: By rank: how many times longer its computing takes.
     slowdown: dict[int, float] = {}  # noqa: RUF012 - pydantic copies it
-    #: Workers that share this machine's cores.
-    workers_here: int
     findings: str
 
 
@@ -74,6 +79,7 @@ class Progress(Record):
 class Findings(Document):
     results: tuple[Result, ...]
     timelines: tuple[Timeline, ...]
+    network: Network
     notes: tuple[str, ...] = ()
 
 
@@ -83,7 +89,8 @@ class _Block(Record):
     seconds: float
     cpu_s: float
     sent_nbytes: float
-    peak_memory: int
+    #: Of all processors of its machine.
+    busy_share: float
 
 
 class Bakeoff:
@@ -96,79 +103,110 @@ class Bakeoff:
         self._models: dict[str, nn.Module] = {}
         self._methods: dict[str, Method] = {}
         self._blocks: dict[str, list[_Block]] = {}
-        self._notes: dict[str, list[str]] = {}
+        self._peak_memory: dict[str, int] = {}
+        self._row_notes: dict[str, list[str]] = {}
+        self._notes: list[str] = []
 
     def run(self) -> Findings:
-        asked = dict.fromkeys(["compute", *self._spec.methods])
-        for name in asked:
-            self._add(name, self._best_ddp() if name == "ddp-best" else method(name))
-        for name in self._models:
+        network = measure_network(budget_s=self._spec.probe_s)
+        names = list(dict.fromkeys(["compute", *self._spec.methods]))
+        for done, name in enumerate(names):
+            self._say(done, len(names), f"warming up {name}")
+            self._methods[name] = self._best_ddp(name) if without_number(name) == "ddp-best" else method(name)
+            self._peak_memory[name] = self._memory_alone(self._methods[name])
+        for name in names:
+            self._wrap(name)
             self._block(name, WARM_UP_ITERATIONS)
-        names = list(self._models)
         for number in range(self._spec.max_rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            # By the number alone: all ranks draw the same.
+            for name in random.Random(number).sample(names, len(names)):
                 self._blocks[name].append(self._block(name, self._spec.iterations))
             if self._agreed_enough(number + 1):
                 break
-        results = tuple(self._result(name) for name in names if name in self._spec.methods or name == "compute")
-        return Findings(results=results, timelines=tuple(self._timelines(names)))
+        results = [self._result(name) for name in names]
+        return Findings(
+            results=tuple(result for result in results if result is not None),
+            timelines=tuple(line for name in names if name != "compute" for line in self._timelines(name)),
+            network=network,
+            notes=tuple(self._notes),
+        )
 
     # - Measuring
 
-    def _add(self, name: str, found: Method) -> None:
-        self._methods[name] = found
-        self._models[name] = found.wrap(self._module)
+    def _wrap(self, name: str) -> None:
+        self._models[name] = self._methods[name].wrap(self._module)
         self._blocks[name] = []
-        self._notes.setdefault(name, [])
+        self._row_notes.setdefault(name, [])
+
+    def _unwrap(self, name: str) -> None:
+        model = self._models.pop(name)
+        if isinstance(model, DistributedDataParallel):
+            model.close()
+        del model
+        gc.collect()  # DDP's own hooks go when it goes, and it is part of a cycle
+        self._optimizer.zero_grad()
+
+    def _memory_alone(self, found: Method) -> int:
+        """The most that a worker held in some iterations, nothing but this method on its module."""
+        name = "memory"
+        self._methods[name] = found
+        forget_peak_memory()
+        self._wrap(name)
+        self._block(name, WARM_UP_ITERATIONS)
+        most = peak_memory()
+        self._unwrap(name)
+        return most
 
     def _block(self, name: str, iterations: int) -> _Block:
         for other in self._models.values():
             if isinstance(other, DistributedDataParallel):
                 other.flow.exchanging = False  # until its own forward pass says so
         model = self._models[name]
-        _forget_peak_memory()
         dist.barrier()
-        start_s, cpu_s, sent = time.perf_counter(), _cpu_s(), _sent_nbytes()
+        start_s, before = time.perf_counter(), self._usage()
         for _ in range(iterations):
             self._optimizer.zero_grad()
             model().backward()
             self._optimizer.step()
-        cpu_s, sent = _cpu_s() - cpu_s, _sent_nbytes() - sent
+        used = self._usage().since(before)
         dist.barrier()
-        elapsed_s = time.perf_counter() - start_s
         return _Block(
-            seconds=elapsed_s / iterations,
-            cpu_s=cpu_s / iterations,
-            sent_nbytes=sent / iterations,
-            peak_memory=_peak_memory(),
+            seconds=(time.perf_counter() - start_s) / iterations,
+            cpu_s=used.cpu_s / iterations,
+            sent_nbytes=used.sent_nbytes / self._spec.num_sharing / iterations,
+            busy_share=used.busy_s / used.total_s if used.total_s else 0.0,
         )
 
-    def _best_ddp(self) -> Method:
+    def _usage(self) -> Usage:
+        return usage(self._spec.interface)
+
+    def _best_ddp(self, name: str) -> Method:
         """The bucket size that is fastest in a pilot on rank 0's clock; it is measured anew afterwards."""
         medians = {}
         for bucket_mb in BUCKETS_MB:
-            name = f"pilot, {bucket_mb} MB"
-            self._add(name, stock_ddp(bucket_mb))
-            self._block(name, WARM_UP_ITERATIONS)
-            medians[bucket_mb] = statistics.median(self._block(name, 2).seconds for _ in range(PILOT_ROUNDS))
-            del self._models[name], self._methods[name], self._blocks[name]
+            pilot = f"pilot, {bucket_mb} MB"
+            self._methods[pilot] = stock_ddp(bucket_mb)
+            self._wrap(pilot)
+            self._block(pilot, WARM_UP_ITERATIONS)
+            medians[bucket_mb] = statistics.median(self._block(pilot, 2).seconds for _ in range(PILOT_ROUNDS))
+            self._unwrap(pilot)
         chosen = [min(medians, key=lambda bucket_mb: medians[bucket_mb])]
         dist.broadcast_object_list(chosen, src=0)
-        self._notes["ddp-best"] = [f"buckets of {chosen[0]} MB"]
-        return stock_ddp(chosen[0], "ddp-best")
+        self._row_notes[name] = [f"buckets of {chosen[0]} MB"]
+        return stock_ddp(chosen[0], name)
 
     def _agreed_enough(self, rounds: int) -> bool:
         """Rank 0 decides for all."""
-        enough = [False]
-        if self._rank == 0:
-            widths = [self._ratio(name, base).half_width for name in self._models for base in (self._base(),)]
-            enough[0] = rounds >= MIN_ROUNDS and max(widths) <= self._spec.precision
-            words = f"round {rounds}, widest interval +-{100 * max(widths):.1f} %"
-            total = rounds if enough[0] else self._spec.max_rounds
-            print(Progress(done=rounds, total=total, words=words).model_dump_json(), flush=True)
+        widest = max(self._ratio(name, self._base()).half_width for name in self._models)
+        enough = [rounds >= MIN_ROUNDS and widest <= self._spec.precision]
         dist.broadcast_object_list(enough, src=0)
-        return enough[0]
+        total = rounds if enough[0] else max(MIN_ROUNDS, self._spec.max_rounds)
+        self._say(rounds, total, f"round {rounds}, widest interval +-{100 * widest:.1f} %")
+        return bool(enough[0])
+
+    def _say(self, done: int, total: int, words: str) -> None:
+        if self._rank == 0:
+            print(Progress(done=done, total=total, words=words).model_dump_json(), flush=True)
 
     def _base(self) -> str:
         return next((name for name in self._spec.methods if name.startswith("ddp")), self._spec.methods[0])
@@ -179,115 +217,112 @@ class Bakeoff:
 
     # - Judging
 
-    def _result(self, name: str) -> Result:
+    def _result(self, name: str) -> Result | None:
+        """None if its bytes did not go where they should. Collective."""
         spec, blocks = self._spec, self._blocks[name]
-        everyone: list[list[_Block]] = [[] for _ in range(self._world)]
-        dist.all_gather_object(everyone, blocks)
-        cpu_s = sum(statistics.median(block.cpu_s for block in theirs) for theirs in everyone)
-        sent = statistics.mean(statistics.median(block.sent_nbytes for block in theirs) for theirs in everyone)
-        seconds = [block.seconds for block in blocks]
-        iteration_s = statistics.median(seconds)
-        compute_s = statistics.median(block.seconds for block in self._blocks["compute"])
+        everyone: list[tuple[list[_Block], int]] = [([], 0)] * self._world
+        dist.all_gather_object(everyone, (blocks, self._peak_memory[name]))
+        everyones = [theirs for theirs, _ in everyone]
+        cpu_s = statistics.mean(statistics.median(block.cpu_s for block in theirs) for theirs in everyones)
+        sent = statistics.mean(statistics.median(block.sent_nbytes for block in theirs) for theirs in everyones)
+        share = statistics.mean(statistics.median(block.busy_share for block in theirs) for theirs in everyones)
         must_send = self._methods[name].must_send_nbytes(spec.profile, self._world)
-        bytes_per_s = spec.rate * GOODPUT / 8 if spec.rate else float("inf")
-        share = cpu_s * spec.workers_here / self._world / (os.cpu_count() or 1) / iteration_s
-        notes = list(self._notes[name])
-        if share > CPU_BOUND:
-            notes.append("CPU-bound")
         if spec.rate and sent < LEAST_SEEN * must_send:
-            raise TrainingError(
-                f"{name} must send {must_send / 1e6:.1f} MB an iteration and its port carried {sent / 1e6:.1f} MB: the "
-                "bytes went another way, so the time says nothing about the network"
+            self._notes.append(
+                f"{name} is refused: it must send {must_send / 1e6:.1f} MB an iteration and its port carried "
+                f"{sent / 1e6:.1f} MB, so its bytes went another way and its time says nothing about the network"
             )
+            return None
+        iteration_s = statistics.median(block.seconds for block in blocks)
+        compute_s = statistics.median(block.seconds for block in self._blocks["compute"])
         return Result(
             workload=spec.workload,
             method=name,
             hosts=self._world,
             rate=spec.rate,
-            iteration_s=Spread.of(seconds),
+            iteration_s=Spread.of([block.seconds for block in blocks]),
             ratio_to={base: self._ratio(name, base) for base in spec.methods},
             samples_per_s=spec.batch * self._world / iteration_s,
             speedup=self._world * compute_s / iteration_s,
             compute_s=compute_s,
-            wire_bound_s=must_send / bytes_per_s,
-            limit_s=max(compute_s, limit_s(spec.profile, must_send, bytes_per_s)) if spec.rate else compute_s,
+            wire_bound_s=must_send / self._bytes_per_s(),
+            limit_s=limit_s(timed(spec.profile, compute_s), must_send, self._bytes_per_s()),
             exposed_s=iteration_s - compute_s,
             bytes_sent=sent,
             must_send=must_send,
-            cpu_s=cpu_s / self._world,
+            cpu_s=cpu_s,
             cpu_share=share,
-            peak_memory_bytes=max(block.peak_memory for theirs in everyone for block in theirs),
-            notes=tuple(notes),
+            peak_memory_bytes=max(nbytes for _, nbytes in everyone),
+            notes=(*self._row_notes[name], *(["CPU-bound"] if share > CPU_BOUND else [])),
         )
+
+    def _bytes_per_s(self) -> float:
+        return goodput(self._spec.rate) / 8 if self._spec.rate else float("inf")
 
     # - Looking
 
-    def _timelines(self, names: list[str]) -> list[Timeline]:
-        """One more iteration of each method, with its messages where they can be seen."""
-        found = []
-        for name in names:
-            if name == "compute":
-                continue
-            model = self._models[name]
-            messages: list[Span] = []
-            if name in ("ddp", "ddp-best"):
-                cap = getattr(model, "bucket_bytes_cap", 25 * 2**20) / 2**20
-                model = nn.parallel.DistributedDataParallel(self._module, bucket_cap_mb=cap, init_sync=False)
-                model.register_comm_hook(messages, watched_all_reduce)
-                self._models[name] = model
-                self._block(name, 2)  # buckets are laid out anew after the first
-                messages.clear()
-            start_s = time.perf_counter()
-            self._block(name, 1)
-            end_s = time.perf_counter()
-            if isinstance(model, DistributedDataParallel):
-                spans = [span for span in model.flow.trace().spans if span.start_s >= start_s]
-            else:
-                spans = [*messages, Span("step", "iteration", "main", start_s, end_s, 0)]
-            moved = [s._replace(start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in spans]
-            found.append(Timeline(method=name, spans=tuple(moved)))
-        return found
+    def _timelines(self, name: str) -> list[Timeline]:
+        """One more iteration, on every rank, with its messages where they can be seen. Collective."""
+        watch, messages = self._methods[name].watch, list[Span]()
+        if watch is not None:
+            self._unwrap(name)
+            self._models[name] = watch(self._module, messages)
+            self._block(name, 2)  # buckets are laid out anew after the first
+            messages.clear()
+        model = self._models[name]
+        for other in self._models.values():
+            if isinstance(other, DistributedDataParallel):
+                other.flow.exchanging = False
+        dist.barrier()
+        work = self._watched_iteration(model)
+        if isinstance(model, DistributedDataParallel):
+            messages = [span for span in model.flow.trace().of_kind("message") if span.end_s >= work[0].start_s]
+        mine = Trace(rank=self._rank, epoch_s=time.time() - time.perf_counter(), spans=(*work, *messages))
+        traces: list[Trace] = [mine] * self._world
+        dist.all_gather_object(traces, mine)
+        traces = aligned([_as_step_0(trace) for trace in traces])
+        first_s = traces[0].epoch_s + traces[0].of_kind("forward")[0].start_s
+        return [
+            Timeline(method=name, rank=trace.rank, spans=_from(first_s - trace.epoch_s, trace.spans))
+            for trace in traces
+        ]
+
+    def _watched_iteration(self, model: nn.Module) -> list[Span]:
+        """What the training thread did: backward computes until the last gradient is there, then it waits."""
+        arrived_s = [0.0]
+
+        def note(parameter: torch.Tensor) -> None:
+            arrived_s[0] = time.perf_counter()
+
+        parameters = list(self._module.parameters())
+        handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]  # type: ignore[no-untyped-call]
+        self._optimizer.zero_grad()
+        moments = [time.perf_counter()]
+        loss = model()
+        moments.append(time.perf_counter())
+        loss.backward()
+        moments += [arrived_s[0], time.perf_counter()]
+        self._optimizer.step()
+        moments.append(time.perf_counter())
+        for handle in handles:
+            handle.remove()
+        kinds = ("forward", "backward", "exposed", "optimizer")
+        return [
+            Span(kind, kind, MAIN, start_s, end_s, 0)
+            for kind, start_s, end_s in zip(kinds, moments, moments[1:], strict=False)
+        ]
+
+
+def _as_step_0(trace: Trace) -> Trace:
+    return trace._replace(spans=tuple(span._replace(step=0) for span in trace.spans))
+
+
+def _from(start_s: float, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    return tuple(span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans)
 
 
 def _slowed(profile: Profile, factor: float) -> Profile:
-    tensors = tuple(
-        tensor.model_copy(update={"forward_s": factor * tensor.forward_s, "backward_s": factor * tensor.backward_s})
-        for tensor in profile.tensors
-    )
-    return profile.model_copy(update={"tensors": tensors})
-
-
-# - What the system counts
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def _sent_nbytes() -> float:
-    """Bytes of data that this worker's interface has sent, its packets' headers taken off."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            fields = numbers.split()
-            return float(fields[8]) - HEADER_NBYTES * float(fields[9])
-    return 0.0
-
-
-def _forget_peak_memory() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # then the peak is that of the whole run
-        pass
-
-
-def _peak_memory() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return 1024 * int(line.split()[1])
-    return 0
+    return profile if factor == 1.0 else timed(profile, factor * (profile.forward_s + profile.backward_s))
 
 
 def bake(spec: Specification) -> Findings:
@@ -295,7 +330,8 @@ def bake(spec: Specification) -> Findings:
     return Bakeoff(spec).run()
 
 
-def main(say: Callable[[str], None] = print) -> None:
+def main() -> None:
+    die_with_parent()
     spec = parse_json(Specification, Path(sys.argv[1]).read_text(), sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))

@@ -18,6 +18,7 @@ from gradientflow.cli.console import complain
 from gradientflow.cli.demo import demo
 from gradientflow.cli.launch import Stopped
 from gradientflow.cli.probe import probe
+from gradientflow.cli.profile import profile
 from gradientflow.cli.report import report
 from gradientflow.cli.run import run
 from gradientflow.errors import TrainingError, UserError
@@ -33,6 +34,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(demo)
 app.command()(bench)
 app.command()(probe)
+app.command()(profile)
 app.command()(report)
 
 

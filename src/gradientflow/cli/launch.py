@@ -22,7 +22,7 @@ _PATIENCE_S = 45.0
 
 
 class Stopped(BaseException):
-    """A signal asked this command to end; torchrun and its workers are gone."""
+    """A signal asked this command to end; what it had started is gone."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
@@ -41,7 +41,7 @@ def launch(
     follow: gets each line of the workers' stdout, which otherwise goes to `stdout`.
     """
     reader, writer = os.pipe()
-    with os.fdopen(reader) as verdict, _on_signals(_raise_stopped):
+    with os.fdopen(reader) as verdict, stoppable():
         child = subprocess.Popen(
             [sys.executable, "-m", "gradientflow.cli.torchrun", str(writer), *arguments],
             env=dict(environment),
@@ -76,6 +76,11 @@ def _stop(child: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def stoppable() -> contextlib.AbstractContextManager[None]:
+    """A signal that asks this command to end raises `Stopped` inside, so that everything is taken down on the way."""
+    return _on_signals(_raise_stopped)
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from gradientflow.cli.launch import stoppable
 from gradientflow.errors import UsageError
 
 
@@ -19,29 +20,33 @@ def probe(
     out: Annotated[Path, typer.Option(help="Where to write what was measured.")] = Path("network.json"),
 ) -> None:
     """Measure point-to-point links and all-reduce over sizes, and fit a line."""
+    from gradientflow.bench.arena import arena, start
+    from gradientflow.bench.prober import measure_here
+    from gradientflow.cli.bench import HOSTS
     from gradientflow.lab import parse_rate
     from gradientflow.network import Network
     from gradientflow.probe import osu_table
 
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out.absolute().parent} is no directory: choose another --out")
+    if hosts not in HOSTS:
+        raise UsageError(f"--hosts must be from {HOSTS[0]} to {HOSTS[-1]}, found {hosts}")
+    bits_per_s = parse_rate(rate)
+    if loopback and bits_per_s is not None:
+        raise UsageError("--loopback has no --rate: leave one of them out")
     if "RANK" in os.environ:
-        from gradientflow.bench.prober import measure_here
-
-        network = measure_here()
-        if network is None:
-            return
+        found = measure_here()
+        if found is None:
+            return  # another rank has it
+        network = found
     else:
-        from gradientflow.bench.arena import arena, start
-
-        if not 2 <= hosts <= 64:
-            raise UsageError(f"--hosts must be from 2 to 64, found {hosts}")
-        with tempfile.TemporaryDirectory() as directory, arena(hosts, parse_rate(rate), shaped=not loopback) as place:
-            found = Path(directory) / "network.json"
-            start(place, "gradientflow.bench.prober", [str(found)], lambda line: None, limit_s=600.0)
-            network = Network.read(found)
+        with stoppable(), arena(hosts, bits_per_s, shaped=not loopback) as place:
             for note in place.notes:
                 print(f"note: {note}")
+            with tempfile.TemporaryDirectory() as directory:
+                path = Path(directory) / "network.json"
+                start(place, "gradientflow.bench.prober", [str(path)], lambda line: None, limit_s=600.0)
+                network = Network.read(path)
     network.write(out)
     print(osu_table(network))
     print(f"Written to {out}")

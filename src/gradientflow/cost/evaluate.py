@@ -9,22 +9,32 @@ nbytes` seconds if it is alone there, k times as long while k lanes are. Start-u
 That is all that several lanes gain: what they hide is start-up, never bytes.
 
 Without a gate everything has arrived when backward returns. With a gate the forward pass of a tensor waits
-only for the messages that hold part of it, so communication may fill the next forward pass too.
+only for the messages that hold part of it, so communication may fill the next forward pass too. Where the gate
+waits stage by stage, the first tensor of a stage waits for all of the stage.
+
+Planners, which compare hundreds of plans, ask for less: a message is a `Job`, and an iteration's length follows
+from when jobs end and from the compute that has to follow them (`Moments`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gradientflow.cost.table import Cost
+import numpy as np
+from numpy.typing import NDArray
+
+from gradientflow.cost.table import Cost, CostTable, Line, Steps
 from gradientflow.documents import Record
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.trace import MAIN, Span, Trace
+
+#: Groups of tensor names.
+Stages = Sequence[Sequence[str]]
 
 
 class Timing(Record):
@@ -76,8 +86,10 @@ class Evaluation(Record):
             yield Span("message", timing.label, f"lane {timing.lane}", start_s, end_s, step, details)
 
 
-def evaluate(profile: Profile, plan: Plan, cost: Cost, *, gated: bool = False) -> Evaluation:
+def evaluate(profile: Profile, plan: Plan, cost: Cost, *, gated: bool = False, stages: Stages = ()) -> Evaluation:
     """What an iteration takes once training has settled.
+
+    `stages` are names of tensors that the gate waits for together; a tensor in none of them is one by itself.
 
     It settles at once. Every message holds part of some tensor and forward waits for all tensors, so the lanes
     are empty whenever backward begins, and what follows is the same each time.
@@ -87,7 +99,7 @@ def evaluate(profile: Profile, plan: Plan, cost: Cost, *, gated: bool = False) -
     backward_s = profile.backward_s
     if gated:
         # From the end of backward on, which is where this iteration begins.
-        arrived_s = _arrivals(profile, plan, carried)
+        arrived_s = _by_stage(_arrivals(profile, plan, carried), stages)
         work = _gated_forward(profile, {name: end_s - backward_s for name, end_s in arrived_s.items()})
     else:
         work = [Work(kind="forward", start_s=0.0, end_s=profile.forward_s)]
@@ -158,6 +170,11 @@ def _arrivals(profile: Profile, plan: Plan, carried: Sequence[Timing]) -> dict[s
     return arrived_s
 
 
+def _by_stage(arrived_s: dict[str, float], stages: Stages) -> dict[str, float]:
+    whole_s = {name: max(arrived_s[other] for other in stage) for stage in stages for name in stage}
+    return arrived_s | whole_s
+
+
 def _gated_forward(profile: Profile, arrived_s: dict[str, float]) -> list[Work]:
     work: list[Work] = []
     now_s = began_s = 0.0
@@ -181,49 +198,56 @@ def _later(timing: Timing, by_s: float) -> Timing:
 # - The link
 
 
-def _carry(profile: Profile, plan: Plan, cost: Cost) -> list[Timing]:
-    """The plan's messages on their lanes, from the start of backward. [Note: shared link]"""
-    jobs = _jobs(profile, plan, cost)
-    queues: dict[int, deque[_Job]] = {}
-    for job in jobs:
-        queues.setdefault(job.lane, deque()).append(job)
-    now_s = 0.0
-    starting: dict[int, float] = {}  # lane -> when its message comes on to the link
-    on_link: dict[int, float] = {}  # lane -> seconds its message would still need alone
+class Link:
+    """Lanes over one link, as time goes by. [Note: shared link]"""
 
-    def take_next(lane: int) -> None:
-        if queues[lane]:
-            job = queues[lane][0]
-            job.start_s = max(now_s, job.ready_s)
-            starting[lane] = job.start_s + job.startup_s
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._starting: dict[int, float] = {}  # lane -> when its message comes on to the link
+        self._alone_s: dict[int, float] = {}  # lane -> seconds its message needs there alone
+        self._on_link: dict[int, float] = {}  # lane -> how many of them are left
 
-    for lane in queues:
-        take_next(lane)
-    while starting or on_link:
-        done_s = now_s + len(on_link) * min(on_link.values()) if on_link else math.inf
-        if starting and min(starting.values()) <= done_s:
-            lane = min(starting, key=starting.__getitem__)
-            came_s = starting.pop(lane)
-            for other in on_link:
-                on_link[other] -= min(on_link[other], (came_s - now_s) / len(on_link))
-            now_s = came_s
-            on_link[lane] = queues[lane][0].wire_s
-        else:
-            lane = min(on_link, key=on_link.__getitem__)
-            spent_s = on_link.pop(lane)
-            for other in on_link:
-                on_link[other] -= spent_s
-            now_s = done_s
-            queues[lane].popleft().end_s = now_s
-            take_next(lane)
-    return [
-        Timing(label=message.label, nbytes=job.nbytes, lane=job.lane, **job.times())
-        for message, job in zip(plan.messages, jobs, strict=True)
-    ]
+    @property
+    def busy(self) -> bool:
+        return bool(self._starting or self._on_link)
+
+    def start(self, lane: int, start_s: float, startup_s: float, wire_s: float) -> None:
+        """A free lane takes a message at `start_s`, now or later."""
+        self._starting[lane] = start_s + startup_s
+        self._alone_s[lane] = wire_s
+
+    def run(self, until_s: float = math.inf) -> int | None:
+        """Let time pass until a message has arrived, and say on which lane; `None` if none has by `until_s`."""
+        on_link, starting = self._on_link, self._starting
+        while True:
+            done_s = self.now_s + len(on_link) * min(on_link.values()) if on_link else math.inf
+            came_s = min(starting.values()) if starting else math.inf
+            if min(came_s, done_s) > until_s:
+                self._pass(until_s)
+                return None
+            if not self.busy:
+                return None
+            if came_s <= done_s:
+                lane = min(starting, key=starting.__getitem__)
+                del starting[lane]
+                self._pass(came_s)
+                on_link[lane] = self._alone_s[lane]
+            else:
+                lane = min(on_link, key=on_link.__getitem__)
+                spent_s = on_link.pop(lane)
+                for other in on_link:
+                    on_link[other] -= spent_s
+                self.now_s = done_s
+                return lane
+
+    def _pass(self, until_s: float) -> None:
+        for lane in self._on_link:
+            self._on_link[lane] -= min(self._on_link[lane], (until_s - self.now_s) / len(self._on_link))
+        self.now_s = until_s
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """A message on its way."""
 
     lane: int
@@ -238,15 +262,136 @@ class _Job:
         return {"ready_s": self.ready_s, "start_s": self.start_s, "end_s": self.end_s}
 
 
-def _jobs(profile: Profile, plan: Plan, cost: Cost) -> list[_Job]:
+def carry(jobs: Sequence[Job]) -> None:
+    """Set when each job starts and ends: each lane carries its own in the order given, from second 0 on."""
+    if all(job.lane == 0 for job in jobs):
+        end_s = 0.0
+        for job in jobs:
+            job.start_s = max(end_s, job.ready_s)
+            end_s = job.end_s = job.start_s + job.startup_s + job.wire_s
+        return
+    link = Link()
+    queues: dict[int, deque[Job]] = {}
+    for job in jobs:
+        queues.setdefault(job.lane, deque()).append(job)
+
+    def take_next(lane: int) -> None:
+        if queues[lane]:
+            job = queues[lane][0]
+            job.start_s = max(link.now_s, job.ready_s)
+            link.start(lane, job.start_s, job.startup_s, job.wire_s)
+
+    for lane in queues:
+        take_next(lane)
+    while link.busy:
+        done = link.run()
+        assert done is not None
+        queues[done].popleft().end_s = link.now_s
+        take_next(done)
+
+
+def startup_and_wire_s(cost: Cost, nbytes: int) -> tuple[float, float]:
+    """A message's seconds in two parts: with the link free for others, and on it. Nothing is sent for no bytes."""
+    seconds = cost.seconds(nbytes) if nbytes else 0.0
+    wire_s = min(seconds, cost.beta_s_per_byte * nbytes)
+    return seconds - wire_s, wire_s
+
+
+def _carry(profile: Profile, plan: Plan, cost: Cost) -> list[Timing]:
+    """The plan's messages on their lanes, from the start of backward."""
+    jobs = _jobs(profile, plan, cost)
+    carry(jobs)
+    return [
+        Timing(label=message.label, nbytes=job.nbytes, lane=job.lane, **job.times())
+        for message, job in zip(plan.messages, jobs, strict=True)
+    ]
+
+
+def _jobs(profile: Profile, plan: Plan, cost: Cost) -> list[Job]:
     ready_s = _ready_s(profile)
     itemsize = {tensor.name: tensor.torch_dtype.itemsize for tensor in profile.tensors}
     jobs = []
     for message in plan.messages:
         nbytes = sum(piece.numel * itemsize[piece.tensor] for piece in message.slices)
-        # A message of empty tensors is not sent.
-        seconds = cost.seconds(nbytes) if nbytes else 0.0
-        wire_s = min(seconds, cost.beta_s_per_byte * nbytes)
         complete_s = max(ready_s[piece.tensor] for piece in message.slices)
-        jobs.append(_Job(message.lane, nbytes, complete_s, seconds - wire_s, wire_s))
+        jobs.append(Job(message.lane, nbytes, complete_s, *startup_and_wire_s(cost, nbytes)))
     return jobs
+
+
+# - For planners
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What a profile says of time, tensor by tensor in its own order, in seconds from the start of backward.
+
+    Forward resumes at the latest wait, and nothing but compute follows it. So an iteration takes the longest of
+    all compute and, over all tensors, arrival plus the compute that follows.
+    """
+
+    ready_s: tuple[float, ...]  # the gradient is there; never falls
+    after_s: tuple[float, ...]  # compute that follows once it has arrived everywhere
+    compute_s: float
+
+    @classmethod
+    def of(cls, profile: Profile, *, gated: bool, stages: Stages = ()) -> Moments:
+        after_s = {tensor.name: profile.forward_s for tensor in profile.tensors}
+        if gated:
+            left_s = profile.forward_s
+            for tensor in _in_forward_order(profile):
+                after_s[tensor.name] = left_s
+                left_s -= tensor.forward_s
+            after_s = _by_stage(after_s, stages)
+        names = [tensor.name for tensor in profile.tensors]
+        ready_s = _ready_s(profile)
+        return cls(
+            ready_s=tuple(ready_s[name] for name in names),
+            after_s=tuple(after_s[name] for name in names),
+            compute_s=profile.forward_s + profile.backward_s,
+        )
+
+    def iteration_s(self, jobs: Sequence[Job], after_s: Iterable[float]) -> float:
+        """With these messages and the compute that follows each: the most of any of its tensors."""
+        carry(jobs)
+        ends_s = [job.end_s + follows_s for job, follows_s in zip(jobs, after_s, strict=True)]
+        return max(self.compute_s, *ends_s)
+
+
+def even_stages(profile: Profile, most: int) -> Stages:
+    """At most `most` stages of tensors that are neighbours in forward order, alike in bytes and forward seconds.
+
+    What a gate can wait for is the runtime's affair; this stands for it where that is not known.
+    """
+    tensors = _in_forward_order(profile)
+    weights = [_share(t.nbytes, profile.nbytes) + _share(t.forward_s, profile.forward_s) for t in tensors]
+    total = sum(weights)
+    stages: dict[int, list[str]] = {}
+    for tensor, so_far in zip(tensors, accumulate(weights), strict=True):
+        number = min(most - 1, int(most * so_far / total * (1 - 1e-9))) if total else 0
+        stages.setdefault(number, []).append(tensor.name)
+    return tuple(tuple(stage) for stage in stages.values())
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def seconds_of_each(cost: Cost, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`cost.seconds` of many sizes at once; 0 for no bytes."""
+    seconds: NDArray[np.float64] = np.where(nbytes > 0, _seconds(cost, nbytes), 0.0)
+    return seconds
+
+
+def _seconds(cost: Cost, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    match cost:
+        case Line():
+            return cost.alpha_s + cost.beta_s_per_byte * nbytes
+        case Steps():
+            return cost.count * _seconds(cost.cost, nbytes * cost.fraction)
+        case CostTable():
+            sizes, seconds = np.array(cost.points, dtype=np.float64).T
+            within = np.exp(np.interp(np.log(np.maximum(nbytes, sizes[0])), np.log(sizes), np.log(seconds)))
+            beyond = np.maximum(0.0, nbytes - sizes[-1]) * cost.beta_s_per_byte
+            return np.asarray(cost.software_s + within + beyond)
+        case _:
+            return np.array([cost.seconds(size) for size in nbytes.tolist()])

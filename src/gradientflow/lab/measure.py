@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradientflow.errors import NothingToTrainError, UsageError
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 
 Batch = TypeVar("Batch")
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gradientflow.errors import UsageError
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 
 #: Shorter sleeps are put together: one costs about 100 us more than was asked for.
 GRAIN_S = 200e-6

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from gradientflow.errors import UsageError
 from gradientflow.lab.models import MODELS
 from gradientflow.lab.models.layers import Layer
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 
 #: Backward multiplies twice for each multiplication of forward: once for the weight, once for the input.
 FORWARD, BACKWARD = 1 / 3, 2 / 3
@@ -134,6 +134,11 @@ def workload(
         given, length = scale * batch / speed.samples_s, speed.tokens or length
     profile = scaled(_profile(list(model.layers(length)), batch), scale)
     return timed(profile, 0.0 if given is None else given)
+
+
+def usual_batch(name: str) -> int:
+    """Samples of one worker in an iteration, where nothing else is said."""
+    return MODELS[_known("model", name, MODELS)].batch
 
 
 def load(

@@ -16,7 +16,7 @@ from gradientflow.errors import UsageError
 from gradientflow.exchange import Moment, Native, Stamp
 from gradientflow.network import Network
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile
+from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import Run, RunDirectory, now
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors

@@ -31,7 +31,7 @@ from gradientflow.documents import Record
 from gradientflow.errors import DisagreementError, NonFiniteError, TrainingError, UsageError
 from gradientflow.exchange import Moment, Native, Stamp
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.runtime.autograd import after_enclosing_node, at_end_of_backward, inside_backward
 from gradientflow.runtime.context import ContextGradients
 from gradientflow.runtime.hooks import OriginalOnly

@@ -14,7 +14,7 @@ from gradientflow.documents import parse_json
 from gradientflow.errors import TrainingError, UsageError
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.comm_hooks import CommHook, HookPump

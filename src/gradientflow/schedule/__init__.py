@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradientflow.plan import Plan
-from gradientflow.profile import Profile
+from gradientflow.profiles import Profile
 from gradientflow.schedule.fusion import bsp, lazy, wfbp
 
 #: Name in a recipe -> function of (profile, argument as written after the colon, "" if none).

@@ -12,7 +12,7 @@ import math
 
 from gradientflow.errors import RecipeError
 from gradientflow.plan import Message, Plan, Slice
-from gradientflow.profile import Profile, TensorProfile
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.schedule.sizes import parse_nbytes
 
 #: The paper's theta is not known; this is the size of DDP's buckets.

@@ -1,0 +1,5 @@
+"""`python -m gradientflow`, the command line."""
+
+from gradientflow.cli import main
+
+main()

@@ -1,0 +1,96 @@
+"""A bake-off from specification to results, wherever its workers are."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from gradientflow import __version__
+from gradientflow.bench.arena import Arena, start
+from gradientflow.bench.results import Machine, Results
+from gradientflow.bench.usage import available_memory, interface_towards
+from gradientflow.bench.worker import TIMEOUT_S, Findings, Progress, Specification, bake
+from gradientflow.errors import TrainingError, UsageError
+from gradientflow.profiles import Profile
+from gradientflow.rundir import now
+
+#: A worker's interpreter and libraries.
+WORKER_NBYTES = 300 * 2**20
+
+
+def check_memory(profile: Profile, num_methods: int, num_workers: int) -> None:
+    """Weights, gradients, momentum and noise of every worker, and buffers of every method, all on this machine."""
+    needed, free = num_workers * (WORKER_NBYTES + (4 + num_methods) * profile.nbytes), available_memory()
+    if needed > free:
+        raise UsageError(
+            f"{num_workers} workers with {num_methods} methods take {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are"
+            " free: name fewer methods or hosts, or give --scale"
+        )
+
+
+def run_at(place: Arena, spec: Specification, follow: Callable[[Progress], None]) -> Results:
+    """On workers that are started there."""
+    check_memory(spec.profile, len(spec.methods), place.num_workers)
+    spec = spec.model_copy(update={"rate": place.rate, "interface": place.interface, "num_sharing": place.num_sharing})
+
+    def follow_line(text: str) -> None:
+        try:
+            follow(Progress.model_validate_json(text))
+        except ValidationError:
+            pass  # somebody else's words
+
+    # Every wait of a worker has its own deadline; this one is for what nobody thought of.
+    iteration_s = 10 * (spec.profile.forward_s + spec.profile.backward_s) + 60
+    most_s = spec.max_rounds * (len(spec.methods) + 1) * spec.iterations * iteration_s
+    with tempfile.TemporaryDirectory() as directory:
+        spec = spec.model_copy(update={"findings": str(Path(directory) / "findings.json")})
+        path = Path(directory) / "specification.json"
+        spec.write(path)
+        start(place, "gradientflow.bench.worker", [str(path)], follow_line, most_s)
+        return _results(Findings.read(spec.findings), place.words, place.notes)
+
+
+def run_here(spec: Specification) -> Results | None:
+    """In the world that the environment describes, of which this process is a rank; the results on rank 0."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(os.environ["MASTER_ADDR"])
+    findings = bake(spec.model_copy(update={"interface": interface, "num_sharing": here}))
+    rank, num_hosts = dist.get_rank(), dist.get_world_size() // here
+    dist.barrier()
+    dist.destroy_process_group()
+    words = f"cluster, {num_hosts} hosts with {here} workers each" if num_hosts > 1 else "one machine, not shaped"
+    return _results(findings, words, ()) if rank == 0 else None
+
+
+def _results(found: Findings, place: str, notes: tuple[str, ...]) -> Results:
+    if not found.results:
+        raise TrainingError("; ".join(found.notes))
+    machine = Machine(
+        platform=platform.platform(),
+        cores=os.cpu_count() or 1,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        gradientflow=__version__,
+    )
+    return Results(
+        machine=machine,
+        command=shlex.join(["gradientflow", *sys.argv[1:]]),
+        started=now(),
+        place=place,
+        network=found.network,
+        notes=(*notes, *found.notes),
+        results=found.results,
+        timelines=found.timelines,
+    )

@@ -1,0 +1,111 @@
+"""What the system counts: processor seconds, memory, bytes that went through an interface."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import os
+import resource
+import socket
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+#: Of a segment that carries data: Ethernet, IP, TCP with time stamps.
+HEADER_NBYTES = 66
+_SIOCGIFADDR = 0x8915
+
+
+class Usage(NamedTuple):
+    """Counters of one worker; what matters is the difference of two."""
+
+    #: Of this process.
+    cpu_s: float
+    #: Of all processors of the machine: busy with anything, the network's own work included, and in all.
+    busy_s: float
+    total_s: float
+    #: Sent by the interface, packets' headers taken off.
+    sent_nbytes: float
+
+    def since(self, before: Usage) -> Usage:
+        return Usage(*(after - earlier for after, earlier in zip(self, before, strict=True)))
+
+
+def usage(interface: str) -> Usage:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    busy_s, total_s = _machine_s()
+    return Usage(used.ru_utime + used.ru_stime, busy_s, total_s, sent_nbytes(interface))
+
+
+def _machine_s() -> tuple[float, float]:
+    with open("/proc/stat") as file:
+        ticks = [int(field) for field in file.readline().split()[1:9]]
+    second = os.sysconf("SC_CLK_TCK")
+    idle = ticks[3] + ticks[4]
+    return (sum(ticks) - idle) / second, sum(ticks) / second
+
+
+def sent_nbytes(interface: str) -> float:
+    """0 where there is no such interface."""
+    # Not /sys/class/net: in a lab's host that still shows the machine's.
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return float(fields[8]) - HEADER_NBYTES * float(fields[9])
+    return 0.0
+
+
+def interface_towards(address: str) -> str:
+    """The interface through which packets to `address` leave; "lo" if that cannot be told."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                if _address_of(probe, name) == own:
+                    return name
+    except OSError:
+        pass
+    return "lo"
+
+
+def _address_of(any_socket: socket.socket, interface: str) -> str | None:
+    try:
+        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError:  # it has none
+        return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def forget_peak_memory() -> bool:
+    """From now on `peak_memory` is that of the time after; False where the kernel does not allow it.
+
+    What was freed is given back first: glibc keeps up to 32 MB blocks, such as buckets of a wrapper that is gone."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory() -> int:
+    """Bytes of this process that were in memory at most."""
+    return 1024 * _field("/proc/self/status", "VmHWM")
+
+
+def available_memory() -> int:
+    """Bytes of the machine that may still be taken."""
+    return 1024 * _field("/proc/meminfo", "MemAvailable")
+
+
+def _field(path: str, name: str) -> int:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    return 0
