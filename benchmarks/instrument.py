@@ -4,8 +4,8 @@
     python benchmarks/instrument.py same --out FILE.json       DDP against DDP: is their ratio 1.00?
 
 `links`: two hosts of a lab at 100 Mbit/s, at 1 Gbit/s and as fast as the machine is. A plain socket sends for some
-seconds and the receiver counts; then the probe measures the same link over Gloo; and again. The figure is the ratio
-of the two, in pairs.
+seconds and the receiver counts; then the probe measures the same link, by a plain stream and over Gloo; and again. The
+figures are ratios to the socket, in pairs. On links that are not held to a rate, Gloo's is what Gloo makes of a core.
 
 `same`: a replayed ResNet-50 on four hosts at 1 Gbit/s, stock DDP twice in one bake-off, and the bytes that went
 through the ports against 2 (n - 1) / n of the gradients.
@@ -60,12 +60,13 @@ def socket_rate(lab: Lab, seconds: float) -> float:
         return float(listener.communicate(timeout=60)[0])
 
 
-def probe_rate(place: LabArena) -> float:
+def probe_rates(place: LabArena) -> tuple[float, float]:
+    """By a plain stream, and over Gloo."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "network.json"
         start(place, "gradientflow.bench.prober", [str(path)], lambda line: None, 120.0)
-        (link,) = Network.read(path).of("p2p")
-    return link.rate_bits_s
+        network = Network.read(path)
+    return network.of("tcp")[0].rate_bits_s, network.of("p2p")[0].rate_bits_s
 
 
 def links(times: int) -> dict[str, object]:
@@ -75,12 +76,15 @@ def links(times: int) -> dict[str, object]:
         with Lab(2, rate) as lab:
             if rate is not None:
                 check_rate(lab)
-            pairs = [(socket_rate(lab, 3.0), probe_rate(LabArena(lab, rate))) for _ in range(times)]
-        ratios = sorted(probe / plain for plain, probe in pairs)
-        found[text] = {"socket_bits_s": [p for p, _ in pairs], "probe_bits_s": [p for _, p in pairs], "ratios": ratios}
-        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-        plain = format_rate(float(f"{statistics.median(p for p, _ in pairs):.4g}"))
-        print(f"{text:10} socket {plain:>12}   probe / socket {spread}", flush=True)
+            triples = [(socket_rate(lab, 3.0), *probe_rates(LabArena(lab, rate))) for _ in range(times)]
+        sockets, streams, over_gloo = zip(*triples, strict=True)
+        found[text] = {"socket_bits_s": sockets, "stream_bits_s": streams, "gloo_bits_s": over_gloo}
+        plain = format_rate(float(f"{statistics.median(sockets):.4g}"))
+        print(f"{text:10} socket {plain:>12}", end="")
+        for name, rates in (("probe's stream", streams), ("probe over Gloo", over_gloo)):
+            ratios = sorted(probe / plain for plain, probe in zip(sockets, rates, strict=True))
+            print(f"   {name} {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})", end="")
+        print(flush=True)
     return found
 
 

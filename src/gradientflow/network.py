@@ -22,7 +22,8 @@ class Sample(Record):
 class Measurement(Record):
     """One operation among some ranks, by size."""
 
-    #: `all_reduce`, `reduce_scatter`, `all_gather`, or `p2p`: a message from one rank to another, one way.
+    #: `all_reduce`, `reduce_scatter`, `all_gather`, `p2p`: a message from one rank to another, one way; or `tcp`: a
+    #: plain stream between them without the backend.
     operation: str
     #: As the measured group counts them.
     ranks: tuple[int, ...]

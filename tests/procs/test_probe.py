@@ -104,3 +104,18 @@ def test_sizes_that_cannot_be_sent_are_refused(sizes: tuple[int, ...]) -> None:
 def _refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="sizes must rise"):
         measure_network(sizes=sizes)
+
+
+def _addressed(address: str) -> list[tuple[str, tuple[int, ...]]]:
+    network = measure_network(sizes=SIZES[:2], budget_s=2.0, deadline_s=20.0, address=address)
+    assert all(link.rate_bits_s > 0 for link in network.measurements)
+    return [(link.operation, link.ranks) for link in network.measurements if link.operation != "all_reduce"]
+
+
+def test_links_are_measured_by_a_plain_stream_where_ranks_reach_each_other() -> None:
+    found = [("p2p", (0, 1)), ("tcp", (0, 1)), ("p2p", (0, 2)), ("tcp", (0, 2)), ("p2p", (1, 2)), ("tcp", (1, 2))]
+    assert sorted(run_ranks(3, _addressed, "127.0.0.1")[0]) == sorted(found)
+
+
+def test_an_address_that_is_not_there_leaves_only_the_stream_out() -> None:
+    assert run_ranks(2, _addressed, "192.0.2.1") == [[("p2p", (0, 1))]] * 2

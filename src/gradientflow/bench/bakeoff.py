@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from gradientflow import __version__
 from gradientflow.bench.arena import Arena, start
 from gradientflow.bench.results import Machine, Results
-from gradientflow.bench.usage import available_memory, interface_towards
+from gradientflow.bench.usage import available_memory, way_to_others
 from gradientflow.bench.worker import TIMEOUT_S, Findings, Progress, Specification, bake
 from gradientflow.errors import TrainingError, UsageError
 from gradientflow.profiles import Profile
@@ -65,8 +65,7 @@ def run_here(spec: Specification) -> Results | None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(os.environ["MASTER_ADDR"])
-    findings = bake(spec.model_copy(update={"interface": interface, "num_sharing": here}))
+    findings = bake(spec.model_copy(update={"interface": way_to_others(os.environ).interface, "num_sharing": here}))
     rank, num_hosts = dist.get_rank(), dist.get_world_size() // here
     dist.barrier()
     dist.destroy_process_group()

@@ -6,12 +6,14 @@ python -m gradientflow.bench.prober NETWORK.json        (with RANK, WORLD_SIZE, 
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 
 import torch
 import torch.distributed as dist
 
 from gradientflow.bench.arena import die_with_parent
+from gradientflow.bench.usage import way_to_others
 from gradientflow.network import Network
 from gradientflow.probe import measure_network
 
@@ -22,7 +24,7 @@ def measure_here() -> Network | None:
     """In the world that the environment describes; the result on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    network = measure_network()
+    network = measure_network(address=way_to_others(os.environ).address or None)
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,25 +59,34 @@ def sent_nbytes(interface: str) -> float:
     return 0.0
 
 
-def interface_towards(address: str) -> str:
-    """The interface through which packets to `address` leave; "lo" if that cannot be told."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing
-            own = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                if _address_of(probe, name) == own:
-                    return name
-    except OSError:
-        pass
-    return "lo"
+class Way(NamedTuple):
+    """How traffic leaves this machine."""
+
+    interface: str
+    #: At which the others reach it; "" if unknown.
+    address: str
 
 
-def _address_of(any_socket: socket.socket, interface: str) -> str | None:
+def way_to_others(environment: Mapping[str, str]) -> Way:
+    """The interface that Gloo is told to use, else the one towards rank 0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        told = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if told:
+            return Way(told, _address_of(probe, told))
+        try:
+            probe.connect((environment.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+        except OSError:
+            return Way("lo", "")
+        own = probe.getsockname()[0]
+        names = (name for _, name in socket.if_nameindex() if _address_of(probe, name) == own)
+        return Way(next(names, "lo"), own)
+
+
+def _address_of(any_socket: socket.socket, interface: str) -> str:
     try:
         answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     except OSError:  # it has none
-        return None
+        return ""
     return socket.inet_ntoa(answer[20:24])
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import random
 import statistics
 import sys
@@ -26,7 +27,7 @@ from torch import nn
 from gradientflow.bench.arena import die_with_parent
 from gradientflow.bench.methods import BUCKETS_MB, Method, method, stock_ddp, without_number
 from gradientflow.bench.results import Ratio, Result, Spread, Timeline
-from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage
+from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage, way_to_others
 from gradientflow.cost.evaluate import limit_s
 from gradientflow.documents import Document, Record, parse_json
 from gradientflow.integrations.ddp import DistributedDataParallel
@@ -108,7 +109,7 @@ class Bakeoff:
         self._notes: list[str] = []
 
     def run(self) -> Findings:
-        network = measure_network(budget_s=self._spec.probe_s)
+        network = measure_network(budget_s=self._spec.probe_s, address=way_to_others(os.environ).address or None)
         names = list(dict.fromkeys(["compute", *self._spec.methods]))
         for done, name in enumerate(names):
             self._say(done, len(names), f"warming up {name}")

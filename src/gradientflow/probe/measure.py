@@ -8,6 +8,7 @@ than is left.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import re
@@ -28,6 +29,7 @@ from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, new_group, store_beside
 from gradientflow.exchange.health import Health
 from gradientflow.network import Measurement, Network, Sample
+from gradientflow.probe.stream import Receiver, send
 
 #: 4 B to 64 MiB; in steps of 1.5 and 1.33 where messages of gradients usually are.
 SIZES = (
@@ -39,8 +41,10 @@ SIZES = (
 BUDGET_S = 45.0
 #: The all-reduce's part of the budget; links share the rest.
 ALL_REDUCE_SHARE = 0.4
-#: A link's part for the stream that tells its rate, and the most it takes.
-STREAM_SHARE, STREAM_S = 0.4, 1.0
+#: A link's part for each of two streams that tell its rate, and the most one takes.
+STREAM_SHARE, STREAM_S = 0.25, 1.0
+#: A plain stream is given up after this much more: a firewall may swallow it.
+STREAM_PATIENCE_S = 5.0
 #: The largest message of a stream.
 MAX_STREAMED = 4 * 2**20
 MIN_REPEATS, MAX_REPEATS = 5, 50
@@ -54,8 +58,12 @@ def measure_network(
     sizes: Sequence[int] = SIZES,
     budget_s: float = BUDGET_S,
     deadline_s: float = 60.0,
+    address: str | None = None,
 ) -> Network:
     """The all-reduce among all ranks, and messages from rank 0 to every other and between neighbours. Collective.
+
+    With an `address` at which the others can reach this rank, links are also measured by a plain TCP stream, which
+    tells a slow link from a slow backend.
 
     Takes about `budget_s` at most; larger sizes that would take longer are left out and listed as skipped. No
     wait is longer than `budget_s + deadline_s`. All ranks return the same.
@@ -66,7 +74,7 @@ def measure_network(
         raise UsageError("sizes must rise and be multiples of 4, since float32 is sent")
     group = group or dist.group.WORLD
     assert group is not None
-    prober = _Prober(group, tuple(sizes), deadline_s + budget_s)
+    prober = _Prober(group, tuple(sizes), deadline_s + budget_s, address)
     try:
         return prober.run(budget_s)
     finally:
@@ -116,7 +124,7 @@ def _bytes_per_s(points: Sequence[tuple[int, float]]) -> float:
 
 def _share_on_a_link(operation: str, world: int) -> float:
     """Bytes on one rank's link for each byte of the operation, if nothing is sent twice."""
-    if operation == "p2p":
+    if operation in ("p2p", "tcp"):
         return 1.0
     return (2 if operation == "all_reduce" else 1) * (world - 1) / world
 
@@ -131,21 +139,35 @@ def sample_of(nbytes: int, seconds: Sequence[float]) -> Sample:
     return Sample(nbytes=nbytes, median_s=middle, p10_s=low, p90_s=high, num_samples=len(seconds))
 
 
+def _streamed(pair: tuple[int, int], nbytes: int, seconds: float) -> Measurement:
+    return Measurement(
+        operation="tcp",
+        ranks=pair,
+        samples=(sample_of(nbytes, [seconds]),),
+        alpha_s=0.0,
+        beta_s_per_byte=seconds / nbytes,
+        residual=0.0,
+        rate_bits_s=8 * nbytes / seconds,
+    )
+
+
 class _Prober:
     """One rank's part in measuring."""
 
-    def __init__(self, group: dist.ProcessGroup, sizes: tuple[int, ...], limit_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, sizes: tuple[int, ...], limit_s: float, address: str | None) -> None:
         self.rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
         self._device = _device(group)
         self.backend = backend_for(group, self._device)
         self._sizes = sizes
+        self.limit_s = limit_s
         self._limit = datetime.timedelta(seconds=limit_s)
         store = store_beside(group)
         # Never started: here ranks wait for each other in pairs, which is not what its verdicts are about.
         health = Health(dist.PrefixStore("beacons", store), self.rank, self.members, limit_s, ())
         self._control = Control(dist.PrefixStore("control", store), self.rank, self._world, limit_s, health)
         self._hosts = tuple(self._control.gather(socket.gethostname(), "meet the other ranks for a measurement"))
+        self.addresses = self._control.gather(address or "", "meet the other ranks for a measurement")
         self.group: Any = None
         if self._world > 1:
             try:
@@ -236,10 +258,45 @@ class _Pair:
 
     def measure(self, budget_s: float) -> list[Measurement]:
         stream_s = min(STREAM_S, STREAM_SHARE * budget_s)
-        samples, skipped = self._prober.sweep(self._there_and_back, self._agree, budget_s - stream_s, num_ways=2)
+        samples, skipped = self._prober.sweep(self._there_and_back, self._agree, budget_s - 2 * stream_s, num_ways=2)
         rate = self._rate(samples, stream_s)
         found = summarize("p2p", self._pair, samples, skipped).model_copy(update={"rate_bits_s": 8 * rate})
-        return [found] if self._leads else []
+        plain = self._plain(stream_s)
+        return [found, *plain] if self._leads else []
+
+    def _plain(self, stream_s: float) -> list[Measurement]:
+        """A plain TCP stream from the one that leads to the other; nothing where they cannot reach each other."""
+        address, limit_s = self._prober.addresses[self._pair[1]], self._prober.limit_s
+        if not address:
+            return []
+        if self._leads:
+            port, token = self._tell(0), self._tell(0)
+            if port:
+                with contextlib.suppress(OSError):  # then the other's count says so
+                    send(address, port, token, stream_s, STREAM_PATIENCE_S)
+            nbytes, nanoseconds = self._tell(0), self._tell(0)
+            return [_streamed(self._pair, nbytes, nanoseconds * 1e-9)] if nbytes else []
+        try:
+            receiver = Receiver(address)
+        except OSError:  # no address of this machine
+            for _ in range(4):
+                self._tell(0)
+            return []
+        self._tell(receiver.port)
+        self._tell(receiver.token)
+        try:
+            found = receiver.receive(stream_s, min(limit_s, stream_s + STREAM_PATIENCE_S))
+        except OSError:
+            found = None
+        self._tell(found.nbytes if found else 0)
+        self._tell(round(found.seconds * 1e9) if found else 0)
+        return []
+
+    def _tell(self, number: int) -> int:
+        """What the one that does not lead says, on both."""
+        self._prober.number.fill_(number)
+        (self._receive if self._leads else self._send)(self._prober.number)
+        return int(self._prober.number.item())
 
     def _rate(self, samples: Sequence[Sample], stream_s: float) -> float:
         """Bytes a second of a stream in one direction, from the difference of two lengths.
@@ -316,6 +373,10 @@ def osu_table(network: Network) -> str:
     """The measurements as the OSU benchmarks print theirs, with the spread beside the median."""
     lines = [f"# {network.backend}, {network.world} ranks: {', '.join(network.hosts)}"]
     for found in network.measurements:
+        if found.operation == "tcp":
+            one, other = found.ranks
+            lines += ["", f"# plain TCP stream from rank {one} to {other}: {found.rate_bits_s / 1e6:.1f} Mbit/s"]
+            continue
         ranks = " and ".join(map(str, found.ranks)) if found.operation == "p2p" else f"0 to {len(found.ranks) - 1}"
         lines += [
             "",
