@@ -52,7 +52,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def gradientflow(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [COMMAND, *arguments], cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=100
+        [COMMAND, *arguments], cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=280
     )
 
 
@@ -261,6 +261,7 @@ def test_demo_says_how_to_get_its_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_demo_trains_and_replays(tmp_path: Path) -> None:
     small = ["--scale", "0.002", "--compute", "0.02", "--rate", "unshaped"]
     result = gradientflow("demo", "--json", "--workers", "2", "--epochs", "1", *small, "--out", "out", cwd=tmp_path)

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from gradientflow.bench.report import write_report, write_run_report
-from gradientflow.bench.report.bakeoff_page import CPU_BOUND
+from gradientflow.bench.report.bakeoff_page import CPU_BOUND, PAGE_SPANS
 from gradientflow.bench.report.steps import RankSteps, median_step, slowest_step, waits
-from gradientflow.bench.report.timeline import PAGE_SPANS, Group, timeline
+from gradientflow.bench.report.timeline import Group, timeline
 from gradientflow.bench.results import Machine, Ratio, Result, Results, Spread, Timeline
 from gradientflow.cli import main
 from gradientflow.network import Measurement, Network, Sample
@@ -92,6 +92,13 @@ def measurement(operation: str, ranks: tuple[int, ...], beta: float) -> Measurem
     )  # fmt: skip
 
 
+def stream(ranks: tuple[int, ...]) -> Measurement:
+    whole = Sample(nbytes=2**26, median_s=0.6, p10_s=0.6, p90_s=0.6)
+    return Measurement(
+        operation="tcp", ranks=ranks, samples=(whole,), alpha_s=0, beta_s_per_byte=9e-9, residual=0, rate_bits_s=9e8
+    )
+
+
 def results(**changes: Any) -> Results:
     methods = {"ddp": (1.9, 6), "ddp-best": (1.8, 12), "lazy": (1.6, 24), "lazy+bf16": (1.3, 24)}
     rows = [result("compute", 1.21, sent=0.0)]
@@ -107,6 +114,7 @@ def results(**changes: Any) -> Results:
             hosts=("host-0", "host-1", "host-2", "host-3"),
             measurements=(
                 measurement("all_reduce", (0, 1, 2, 3), 1.3e-8),
+                stream((0, 1)),
                 *(measurement("p2p", pair, 8.4e-9 * (1 + pair[1] / 10)) for pair in ((0, 1), (0, 2), (0, 3), (1, 2))),
             ),
         ),
@@ -289,10 +297,11 @@ def test_methods_follow_each_other_in_the_trace(bakeoff: Path) -> None:
 def test_the_table_of_methods(bakeoff: Path) -> None:
     outline = outline_of(bakeoff)
     heads = [head for head in outline.text("th") if head.strip()]
-    wanted = ["iteration", "95 % interval", "to limit", "limit", "wire bound", "exposed", "sent", "must send", "CPU"]
-    assert {*wanted, "CPU share", "memory", "samples/s", "speed-up", "notes", "to ddp"} <= set(heads)
+    wanted = ["iteration", "to limit", "limit", "wire bound", "exposed", "sent", "CPU"]
+    assert {*wanted, "memory", "samples/s", "speed-up", "notes", "to ddp"} <= set(heads)
     cells = outline.text("td")
-    assert "1.900 s" in cells and "1.47" in cells and "153.0 MB" in cells and "buckets of 10 MB" in cells
+    assert "1.900 s" in cells and "1.47" in cells and "154.5 MB" in cells and "buckets of 10 MB" in cells
+    assert {"1.862 to 1.995 s", "0.900 to 1.100", "must 153.0 MB", "93% of cores"} <= set(outline.text("small"))
     assert len([row for row in outline.all("tr") if row.get("class") == "marked"]) == 1
     assert CPU_BOUND in outline.text("strong")
 
@@ -305,11 +314,23 @@ def test_notes_stand_before_everything_else(bakeoff: Path) -> None:
     assert " not shaped: this machine has no user namespaces" in outline.text("p")
 
 
+def test_links_are_listed_and_those_of_several_sizes_are_drawn(bakeoff: Path) -> None:
+    outline = outline_of(bakeoff)
+    drawn = [trace["name"] for trace in outline.figures["probe"]["data"] if trace.get("showlegend", True)]
+    assert drawn == [
+        "all_reduce among 4",
+        *(f"rank {one} to rank {other}" for one, other in ((0, 1), (0, 2), (0, 3), (1, 2))),
+    ]
+    assert {*drawn, "rank 0 to rank 1, plain TCP"} <= set(outline.text("th"))
+    assert {"200.0 µs", "900 Mbit/s", "13.000 ns/B", "4 B to 16.8 MB"} <= set(outline.text("td"))
+
+
 def test_bars_add_up_to_the_iteration(bakeoff: Path) -> None:
     compute, exposed, spread, limit = outline_of(bakeoff).figures["bars"]["data"]
     totals = [one + other for one, other in zip(compute["x"], exposed["x"], strict=True)]
     assert totals == pytest.approx([1.21, 1.9, 1.8, 1.6, 1.3])
     assert spread["x"] == pytest.approx(totals)
+    assert exposed["marker"]["pattern"]["bgcolor"] == exposed["marker"]["color"]  # else only the hatching is painted
     assert limit["x"][1] == pytest.approx(result("ddp", 1.9).limit_s)
 
 
@@ -329,7 +350,7 @@ def test_numbers_that_are_none_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_large_world_makes_no_large_page(tmp_path: Path) -> None:
-    spans = tuple(Span("message", f"message {n}", "lane 0", n, n + 1, 0) for n in range(3_000))
+    spans = tuple(Span("message", f"message {n}", "lane 0", n, n + 1, 0) for n in range(1_200))
     timelines = tuple(Timeline(method=m, rank=r, spans=spans) for m in ("ddp", "lazy") for r in range(40))
     write_report(results(timelines=timelines), str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").stat().st_size < 12_000_000
@@ -401,7 +422,7 @@ def test_the_page_about_a_run(ran: Path) -> None:
     ]
     assert set(outline.figures) == {"steps", "ranks", "timeline", "plan"}
     assert [option.split(",")[1] for option in outline.text("option")] == [" the median", " the slowest", " the last"]
-    assert "Rank 2 was the last in 100% of 80 messages." in outline.text("p")
+    assert "Rank 2 was the last in 100% of 78 messages." in outline.text("p")
 
 
 def test_steps_and_the_median_among_them() -> None:
@@ -415,7 +436,7 @@ def test_steps_and_the_median_among_them() -> None:
 def test_those_who_began_a_message_wait_for_the_last() -> None:
     traces = [rank_trace(rank, 3)._replace(epoch_s=100.0 * rank) for rank in range(3)]
     found = waits(traces)
-    assert (found.num_steps, found.num_messages, found.last) == (3, 6, {2: 6})
+    assert (found.num_steps, found.num_messages, found.last) == (2, 4, {2: 4})
     assert [found.by(rank) for rank in range(3)] == pytest.approx([0.008, 0.008, 0.0])
     assert found.for_(2) == pytest.approx(0.016)
     assert waits([]).num_messages == 0 == waits(traces[:1]).for_(0)
@@ -478,6 +499,7 @@ def test_the_command_makes_a_page_beside_what_it_read(
         (["empty"], "no run directory"),
         (["torn"], "run.json"),
         (["torn-trace"], "trace-0.json"),
+        (["wrong-trace"], "expected the trace of rank 0, found 1"),
         (["results.json", "--out", "nowhere/page.html"], "no directory"),
         (["results.json", "--out", "empty"], "is a directory"),
         (["results.json", "--out", "results.json"], "give another --out"),
@@ -500,8 +522,10 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     Path("other.json").write_text('{"version": 1, "tensors": []}')
     Path("binary.json").write_bytes(b"\xff\xfe")
     rank_trace(0, 1).write("trace-0.json")
-    for name in ("empty", "torn", "torn-trace"):
+    for name in ("empty", "torn", "torn-trace", "wrong-trace"):
         Path(name).mkdir()
+    shutil.copy("run/run.json", "wrong-trace")
+    rank_trace(1, 1).write("wrong-trace/trace-0.json")
     Path("torn", "run.json").write_text('{"recipe"')
     shutil.copy("run/run.json", "torn-trace")
     Path("torn-trace", "trace-0.json").write_text('{"traceEvents": [')
@@ -663,6 +687,7 @@ def shown_bars(browser: Browser, plot: str) -> int:
 
 @pytest.mark.slow
 def test_a_bakeoff_in_the_browser(browser: Browser, bakeoff: Path, tmp_path: Path) -> None:
+    width_of_bars = "return document.querySelector('#bars .main-svg').clientWidth"
     browser.width(1280)
     browser.open(bakeoff)
     assert shown_bars(browser, "bars") == 2 * 5 - 1  # compute alone has no exposed part
@@ -681,14 +706,25 @@ def test_a_bakeoff_in_the_browser(browser: Browser, bakeoff: Path, tmp_path: Pat
 
     browser.click("#bars .legend .traces .legendtoggle")
     browser.until(lambda: shown_bars(browser, "bars") == 4)
+    pressed = "return document.querySelector('#bars .legend .traces .legendtoggle').getAttribute('aria-pressed')"
+    assert browser.run(pressed) == "false"
     browser.run("document.querySelector('#bars .legend .traces .legendtoggle').focus()")
     browser.press(ENTER)
     browser.until(lambda: shown_bars(browser, "bars") == 9)
+    assert browser.run(pressed) == "true"
+    assert browser.run("return document.activeElement.getAttribute('aria-label')") == "show compute"
 
     browser.run("document.querySelector('summary').focus()")
     browser.press(ENTER)
     assert browser.run("return document.querySelector('details').open")
     browser.picture(tmp_path / "desktop.png")
+
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    browser.until(lambda: browser.run(width_of_bars) < 700)
+    assert browser.run("return [...document.querySelectorAll('details')].every(part => part.open)")
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    browser.until(lambda: browser.run(width_of_bars) > 1200)
+
     browser.width(390, phone=True)
     browser.until(lambda: browser.run("return document.querySelector('#bars .main-svg').clientWidth <= 390"))
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")

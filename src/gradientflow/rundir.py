@@ -8,7 +8,8 @@
     trace-R.json  what happened on rank R (Perfetto)
 
 Rank 0 writes all but the traces. A file is replaced whole or not at all. A script that attaches a second
-flow has its files in `flow-2/`. `gradientflow demo` adds `comparison.json` and `demo.log`.
+flow has its files in `flow-2/`. `gradientflow report` adds `run.html` and `trace.json`, all ranks in one;
+`gradientflow demo` adds `comparison.json`, `results.json`, `report.html` and workers' logs.
 """
 
 from __future__ import annotations

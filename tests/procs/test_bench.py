@@ -22,6 +22,9 @@ from gradientflow.errors import TrainingError
 from gradientflow.lab import Lab
 from gradientflow.lab.workloads import workload
 
+#: Whole runs start many processes; on busy cores that alone takes a minute.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -164,7 +167,7 @@ def test_the_command_on_the_loopback(tmp_path: Path) -> None:
     arguments += ["--methods", "ddp,lazy", "--iterations", "9", "--max-rounds", "9", "--straggler", "1:3"]
     done = subprocess.run(
         [sys.executable, "-m", "gradientflow", "bench", *arguments, "--out", str(file)],
-        capture_output=True, text=True, timeout=110,
+        capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "not shaped" in done.stdout and "lazy" in done.stdout
@@ -185,7 +188,7 @@ def test_under_torchrun_its_world_is_used(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradientflow",
          command, *(bench if command == "bench" else []), "--out", str(file)],
-        capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(file.read_text())
