@@ -1492,3 +1492,182 @@ def _refused_hooks(side: Side) -> None:
         with pytest.raises(error):
             wrapped.register_comm_hook(None, hook)
         side.note("refused", True)
+
+
+# - Wrappers that share parameters
+
+
+class Shared(nn.Module):
+    def __init__(self, trunk: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(torch.tanh(self.trunk(inputs)))
+        return output
+
+
+@pytest.mark.parametrize("how", ["one loss", "in turn", "nested", "part of a larger one"])
+def test_wrappers_that_share_parameters_average_all_of_them(how: str) -> None:
+    beside_stock(2, _sharing, how)
+
+
+def _sharing(side: Side, how: str) -> None:
+    trunk, one, other = (nn.Linear(6, 6).double(), nn.Linear(6, 2).double(), nn.Linear(6, 3).double())
+    if how == "nested":
+        models = [side.wrap(Shared(side.wrap(trunk), one))]
+    elif how == "part of a larger one":
+        inner = side.wrap(trunk)
+        models = [side.wrap(Shared(trunk, one)), inner]
+    else:
+        models = [side.wrap(Shared(trunk, one)), side.wrap(Shared(trunk, other))]
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = (model(data(step, 4, 6)).square().mean() for model in models)
+        if how == "in turn":
+            for loss in losses:
+                loss.backward()
+        else:
+            sum(losses).backward()
+        for model in models:
+            side.gradients(model)
+        optimizer.step()
+    for model in models:
+        side.weights(model)
+
+
+def test_wrappers_that_share_views_say_that_they_cannot() -> None:
+    run_ranks(2, _sharing_views)
+
+
+def _sharing_views() -> None:
+    trunk = nn.Linear(6, 6)
+    first, second = (gf.DistributedDataParallel(trunk, gradient_as_bucket_view=True) for _ in range(2))
+    loss = first(torch.ones(1, 6)).sum()
+    with pytest.raises(gf.UsageError, match="gradient_as_bucket_view=False"):
+        second(torch.ones(1, 6))
+    loss.backward()
+    second(torch.ones(1, 6)).sum().backward()  # in turn they may
+    for wrapper in (first, second):
+        wrapper.close()
+
+
+# - What users do to gradients and modules
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_users_hook_makes_of_a_gradient_is_what_travels(when: str, view: bool) -> None:
+    beside_stock(2, _hooked, when, view)
+
+
+def _hooked(side: Side, when: str, view: bool) -> None:
+    module = mlp()
+
+    def clip(parameter: torch.Tensor) -> None:
+        parameter.grad.clamp_(-0.001, 0.001)
+
+    def put() -> None:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(clip)
+
+    if when == "before":
+        put()
+    model = side.wrap(module, gradient_as_bucket_view=view, bucket_cap_mb=MANY_BUCKETS)
+    if when == "after":
+        put()
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_square(model, step).backward()
+        side.gradients(model)
+        optimizer.step()
+
+
+def test_buffers_and_parameters_with_strides() -> None:
+    beside_stock(2, _strided)
+
+
+def _strided(side: Side) -> None:
+    module = mlp()
+    module.register_buffer("slice", torch.randn(10)[::2])
+    module.register_buffer("columns", torch.randn(4, 6)[:, ::2])
+    module.register_buffer("real", torch.randn(5, dtype=torch.complex64).real)
+    module.register_parameter("odd", nn.Parameter(torch.randn(12, dtype=torch.float64)[::2]))
+    model = side.wrap(module)
+    side.buffers(model, shared=True)
+    (mean_square(model, 0) + model.module.odd.square().sum()).backward()
+    for _, value in model.named_buffers():
+        assert value.stride()[-1] == 2
+    side.gradients(model)
+
+
+def test_a_conversion_that_changes_nothing_may_happen_on_one_rank() -> None:
+    beside_stock(2, _saves_on_one_rank)
+
+
+def _saves_on_one_rank(side: Side) -> None:
+    model = side.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_square(model, step).backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            side.note("saved", len(model.cpu().double().state_dict()))
+        else:
+            side.note("saved", len(model.state_dict()))
+    side.weights(model)
+
+
+def test_a_copy_or_a_saved_module_holds_nothing_of_ours() -> None:
+    run_ranks(2, _copies_are_clean)
+
+
+def _copies_are_clean() -> None:
+    with contextlib.closing(gf.DistributedDataParallel(mlp())) as model:
+        copies = [copy.deepcopy(model.module)]
+        mean_square(model, 0).backward()
+        copies.append(copy.deepcopy(model.module))
+        for each in (*copies, model.module):
+            file = io.BytesIO()
+            torch.save(each, file)
+            assert b"gradientflow" not in file.getvalue()
+            torch.jit.script(each)
+
+
+def test_forward_passes_that_backward_reaches_on_no_rank_may_differ_in_number() -> None:
+    beside_stock(2, _episodes)
+
+
+def _episodes(side: Side) -> None:
+    model = side.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [mean_square(model, 10 * step + part) for part in range(2 + 2 * dist.get_rank())]
+        bootstrap = mean_square(model, 99).detach()
+        torch.stack([loss + bootstrap for loss in losses]).mean().backward()
+        optimizer.step()
+    side.weights(model)
+
+
+def test_who_drives_the_reducer_by_hand_gets_averages() -> None:
+    beside_stock(2, _by_hand)
+
+
+def _by_hand(side: Side) -> None:
+    model = side.wrap(mlp())
+    model.require_backward_grad_sync = False
+    for step in range(3):
+        model.zero_grad()
+        loss = mean_square(model, step)
+        model.require_backward_grad_sync = True
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+        loss.backward()
+        model.require_backward_grad_sync = False
+        side.gradients(model)
+    side.note("syncs buffers", model.will_sync_module_buffers())

@@ -22,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 
 import numpy as np
@@ -199,13 +200,17 @@ def _later(timing: Timing, by_s: float) -> Timing:
 
 
 class Link:
-    """Lanes over one link, as time goes by. [Note: shared link]"""
+    """Lanes over one link, as time goes by. [Note: shared link]
+
+    All messages on the link get on equally, so they end in the order of a common clock: it shows how far one that
+    was there from the beginning would have got. It runs at 1 / k of real time while k are there.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._starting: dict[int, float] = {}  # lane -> when its message comes on to the link
-        self._alone_s: dict[int, float] = {}  # lane -> seconds its message needs there alone
-        self._on_link: dict[int, float] = {}  # lane -> how many of them are left
+        self._clock_s = 0.0
+        self._starting: list[tuple[float, int, float]] = []  # when a lane's message comes on, lane, its wire_s
+        self._on_link: list[tuple[float, int]] = []  # by the common clock when it ends, lane
 
     @property
     def busy(self) -> bool:
@@ -213,36 +218,30 @@ class Link:
 
     def start(self, lane: int, start_s: float, startup_s: float, wire_s: float) -> None:
         """A free lane takes a message at `start_s`, now or later."""
-        self._starting[lane] = start_s + startup_s
-        self._alone_s[lane] = wire_s
+        heappush(self._starting, (start_s + startup_s, lane, wire_s))
 
     def run(self, until_s: float = math.inf) -> int | None:
         """Let time pass until a message has arrived, and say on which lane; `None` if none has by `until_s`."""
-        on_link, starting = self._on_link, self._starting
-        while True:
-            done_s = self.now_s + len(on_link) * min(on_link.values()) if on_link else math.inf
-            came_s = min(starting.values()) if starting else math.inf
+        starting, on_link = self._starting, self._on_link
+        while self.busy:
+            came_s = starting[0][0] if starting else math.inf
+            done_s = self.now_s + len(on_link) * (on_link[0][0] - self._clock_s) if on_link else math.inf
             if min(came_s, done_s) > until_s:
-                self._pass(until_s)
-                return None
-            if not self.busy:
-                return None
+                break
             if came_s <= done_s:
-                lane = min(starting, key=starting.__getitem__)
-                del starting[lane]
                 self._pass(came_s)
-                on_link[lane] = self._alone_s[lane]
+                _, lane, wire_s = heappop(starting)
+                heappush(on_link, (self._clock_s + wire_s, lane))
             else:
-                lane = min(on_link, key=on_link.__getitem__)
-                spent_s = on_link.pop(lane)
-                for other in on_link:
-                    on_link[other] -= spent_s
+                self._clock_s, lane = heappop(on_link)
                 self.now_s = done_s
                 return lane
+        if until_s < math.inf:
+            self._pass(until_s)
+        return None
 
     def _pass(self, until_s: float) -> None:
-        for lane in self._on_link:
-            self._on_link[lane] -= min(self._on_link[lane], (until_s - self.now_s) / len(self._on_link))
+        self._clock_s = self._clock_s + (until_s - self.now_s) / len(self._on_link) if self._on_link else 0.0
         self.now_s = until_s
 
 
@@ -335,9 +334,9 @@ class Moments:
 
     @classmethod
     def of(cls, profile: Profile, *, gated: bool, stages: Stages = ()) -> Moments:
-        after_s = {tensor.name: profile.forward_s for tensor in profile.tensors}
+        left_s = profile.forward_s
+        after_s = dict.fromkeys((tensor.name for tensor in profile.tensors), left_s)
         if gated:
-            left_s = profile.forward_s
             for tensor in _in_forward_order(profile):
                 after_s[tensor.name] = left_s
                 left_s -= tensor.forward_s
@@ -354,7 +353,7 @@ class Moments:
         """With these messages and the compute that follows each: the most of any of its tensors."""
         carry(jobs)
         ends_s = [job.end_s + follows_s for job, follows_s in zip(jobs, after_s, strict=True)]
-        return max(self.compute_s, *ends_s)
+        return max([self.compute_s, *ends_s])
 
 
 def even_stages(profile: Profile, most: int) -> Stages:

@@ -98,6 +98,8 @@ class Health:
 
     def announce(self) -> None:
         """Put a first beacon into the store. When all ranks have, they may `start`."""
+        if len(self._members) > 1:
+            _exchanging_here.append(self)
         self._store.set(str(self._rank), self._compose().model_dump_json())
 
     def start(self, processes: Sequence[Process]) -> None:
@@ -107,7 +109,6 @@ class Health:
         self._beacons = {rank: (Beacon(rank=rank), now_s) for rank in range(len(processes))}
         if len(self._members) == 1:
             return
-        _exchanging_here.append(self)
         self._thread = threading.Thread(target=self._work, name="gradientflow-beacon", daemon=True)
         self._thread.start()
 
@@ -115,8 +116,9 @@ class Health:
         """Say why this rank will not come any more; the first words count."""
         if not self._ended:
             self._ended, self._culprits = words, culprits
-        if self._thread is not None and not self._leaving:
+        if self in _exchanging_here:
             _exchanging_here.remove(self)
+        if self._thread is not None and not self._leaving:
             self._leaving = True
             self._hurry.set()
             # The thread sends the last beacon. A store that is gone must not hold anybody up.
@@ -150,7 +152,7 @@ class Health:
     def check(self, *, deadline: bool = True) -> None:
         """From a thread that has entered something: raise if to wait is vain, or too long."""
         wait = _as_wait(self._waits[threading.get_ident()])
-        verdict = self._judge(wait)
+        verdict = self._judge(wait) or self._judge_by_elders()
         if verdict is not None:
             raise PeerError(f"waited {wait.waited_s:.0f} s for {wait}: {verdict.words}", verdict.culprits)
         if deadline and wait.waited_s > self._deadline_s:
@@ -197,6 +199,21 @@ class Health:
         self._refresh()
         return self._judge_as_known(wait, lives)
 
+    def _judge_by_elders(self) -> Verdict | None:
+        """Before ranks have met here, other exchanges of this process know them: is one dead, or has it given up
+        waiting for this rank?"""
+        if self._thread is not None:
+            return None
+        for elder in _exchanging_here.copy():
+            for peer in elder.peers().values() if elder._thread is not None else ():
+                if peer.name not in self._members:
+                    continue
+                if peer.life is Life.GONE:
+                    return Verdict(f"rank {peer.name} is dead, its process no longer exists", (peer.name,))
+                if self._members[self._rank] in peer.beacon.culprits:
+                    return Verdict(f"rank {peer.name} gave up: {peer.beacon.ended}", (peer.name,))
+        return None
+
     def _judge_as_known(self, wait: Wait, lives: dict[int, Life]) -> Verdict | None:
         me = Peer(self._compose(), self._members[self._rank], life=Life.RUNNING)
         store_silent_s = time.monotonic() - self._answered_s if self._answers() else 0.0
@@ -228,7 +245,7 @@ class Health:
         try:
             began_s = time.monotonic()
             self._store.set(str(self._rank), self._compose().model_dump_json())
-            if self._waits:
+            if any(health._waits for health in _exchanging_here.copy()):
                 self._read()
             self._answered_s = began_s
         except Exception:
@@ -299,11 +316,16 @@ _exchanging_here: list[Health] = []
 
 # - The user's stack
 
-_COLLECTIVES = {
+#: In these nobody is through before everybody has come.
+_FOR_ALL = {
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_gather_single", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object",
-    "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter",
-    "scatter_object_list", "recv", "send",
+    "all_to_all_single", "barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_single",
+}  # fmt: skip
+#: Here one may be through while another has not come: who is not in it may have been, and is not missed.
+_FOR_SOME = {
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "scatter", "scatter_object_list", "recv",
+    "send",
 }  # fmt: skip
 
 
@@ -326,11 +348,14 @@ def _collective_in(frame: FrameType | None) -> _Call | None:
     """The outermost call of torch.distributed on the stack that waits for others."""
     found = None
     for each in _frames(frame):
-        if each.f_code.co_name in _COLLECTIVES and each.f_code.co_filename.endswith("distributed_c10d.py"):
+        called = each.f_code.co_name
+        if (called in _FOR_ALL or called in _FOR_SOME) and each.f_code.co_filename.endswith("distributed_c10d.py"):
             found = each
     if found is None:
         return None
-    return _Call(f"torch.distributed.{found.f_code.co_name}", id(found), _ranks_of(found), time.monotonic())
+    name = found.f_code.co_name
+    ranks = _ranks_of(found) if name in _FOR_ALL else ()
+    return _Call(f"torch.distributed.{name}", id(found), ranks, time.monotonic())
 
 
 def _ranks_of(frame: FrameType) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import ctypes
 import datetime
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,12 +79,19 @@ class Native:
         self.health: Health = Health(beacons, self.rank, self.members, deadline_s, known)
         control = dist.PrefixStore("control", self._store)
         self.control = Control(control, self.rank, self.world, deadline_s, self.health)
+        self._groups: list[Any] = []
+        try:
+            self._meet("meet the other ranks again after a failure" if previous else "meet the other ranks")
+        except BaseException:
+            self.health.end("gave up meeting the other ranks")
+            raise
+
+    def _meet(self, purpose: str) -> None:
         self.health.announce()
-        meet = "meet the other ranks again after a failure" if previous else "meet the other ranks"
-        texts = self.control.gather(Process.this().model_dump_json(), meet)
+        texts = self.control.gather(Process.this().model_dump_json(), purpose)
         names = ["side", *(f"lane-{number}" for number in range(self.num_lanes))] if self.world > 1 else []
         # Gloo's own time limit is a backstop: our waits end earlier, and with names.
-        limit_s = deadline_s + 30
+        limit_s = self.deadline_s + 30
         self._groups = [new_group(self.backend, self._store, name, self.rank, self.world, limit_s) for name in names]
         self.health.start([Process.model_validate_json(text) for text in texts])
 
@@ -204,7 +211,8 @@ def _packs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _join(pack: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in pack])
+    # A slice with a step is "reshaped" to another view of itself, whose bytes are not in a row.
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in pack])
 
 
 def _split(flat: torch.Tensor, pack: Sequence[torch.Tensor]) -> None:

@@ -196,9 +196,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._flow.close()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
-        """What `.to()`, `.double()` and their kind go through."""
+        """What `.to()`, `.double()` and their kind go through. One that changes nothing may be called on one rank."""
+        before = _kinds(self.module)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._flow is not None:
+        if self._flow is not None and _kinds(self.module) != before:
             self._flow.look_again()
         return self
 
@@ -318,6 +319,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     # - What torch's class has beside
 
+    @property
+    def reducer(self) -> _Reducer:  # type: ignore[override]
+        return _Reducer(self)
+
+    def will_sync_module_buffers(self) -> bool:
+        return self._syncs_buffers() and bool(self._buffers_to_sync())
+
     def _set_static_graph(self) -> None:
         if self.static_graph:
             warnings.warn("static_graph is set already", stacklevel=2)
@@ -386,6 +394,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._flow = None
 
 
+class _Reducer:
+    """What libraries that drive torch's class by hand ask its reducer for."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+
+    def _rebuild_buckets(self) -> bool:
+        """The plan is made anew by itself."""
+        return False
+
+    def prepare_for_backward(self, outputs: object) -> None:
+        """The next backward pass exchanges, although the forward pass ran without."""
+        self._wrapper.flow.arm(True)
+
+
 class _Shadow(JoinHook):
     """What a rank without inputs does while the others still have some."""
 
@@ -404,6 +427,10 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._wrapper._sync_final_model(is_last_joiner)
+
+
+def _kinds(module: nn.Module) -> list[tuple[int, torch.dtype, torch.device]]:
+    return [(id(parameter), parameter.dtype, parameter.device) for parameter in module.parameters()]
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:

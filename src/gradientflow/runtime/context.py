@@ -1,19 +1,18 @@
 """Gradients of distributed autograd (`torch.distributed.autograd`): they lie in a context, not in `.grad`.
 
-Hooks on `.grad` are never called then. The nodes that add gradients up do call theirs, and a context hands out
-the tensors themselves, so that averages can be written back in place.
+The nodes that add gradients up call their hooks all the same, and a context hands out the tensors themselves, so that
+averages can be written back in place.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from gradientflow.runtime.autograd import accumulator_of, gradients_in
+from gradientflow.runtime.autograd import gradients_in
 
 
 class ContextGradients:
@@ -22,21 +21,6 @@ class ContextGradients:
     def __init__(self) -> None:
         #: None: gradients go into `.grad`, as usual.
         self.context: int | None = None
-        self._nodes: list[torch.autograd.graph.Node] = []
-
-    def watch(self, parameters: Sequence[nn.Parameter], arrived: Callable[[int], None]) -> list[RemovableHandle]:
-        """Call `arrived(index)` for every gradient that goes into a context."""
-        if self._nodes:
-            return []
-        self._nodes = [accumulator_of(parameter) for parameter in parameters]  # hooks live as long as these
-        return [node.register_hook(self._hook(index, arrived)) for index, node in enumerate(self._nodes)]
-
-    def _hook(self, index: int, arrived: Callable[[int], None]) -> Callable[..., None]:
-        def hook(*gradients: object) -> None:
-            if self.context is not None:
-                arrived(index)
-
-        return hook
 
     @contextlib.contextmanager
     def in_grad(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

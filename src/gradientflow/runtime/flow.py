@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -32,7 +32,7 @@ from gradientflow.errors import DisagreementError, NonFiniteError, TrainingError
 from gradientflow.exchange import Moment, Native, Stamp
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile, TensorProfile
-from gradientflow.runtime.autograd import after_enclosing_node, at_end_of_backward, inside_backward
+from gradientflow.runtime.autograd import accumulator_of, after_enclosing_node, at_end_of_backward, inside_backward
 from gradientflow.runtime.context import ContextGradients
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
@@ -50,6 +50,10 @@ class Memory(Record):
     #: What a codec holds beside the pool while messages are on the wire, at most.
     wire: int = 0
     master_weights: int = 0
+
+
+#: Given what the node passed on (nothing) and what it got: (gradient,), or (None,) from a function that gave none.
+ArrivalHook = Callable[[object, Sequence[torch.Tensor | None]], None]
 
 
 class Flow(ABC):
@@ -73,6 +77,7 @@ class Flow(ABC):
         self._step = 0
         #: False inside no_sync(): backward passes only accumulate.
         self.exchanging = True
+        self._awaited = False  # a forward pass was run whose exchange is to come
         self._watching = False  # the end of the running backward pass will call us
         self._arrived_s: list[float] = []  # 0.0: not yet
         self._opened_s = 0.0  # first arrival of this step; 0.0: none
@@ -96,6 +101,7 @@ class Flow(ABC):
         self._process = os.getpid()
         self._handles: list[RemovableHandle] = []
         self._parameter_handles: list[RemovableHandle] = []
+        self._nodes: list[torch.autograd.graph.Node] = []  # hooks live as long as these
 
     def _take(self) -> None:
         """Know the trainable parameters; hooks come later, with `_hold`."""
@@ -114,13 +120,14 @@ class Flow(ABC):
         held = [*self._parameters.values(), *(self._masters.parameters() if self._masters else ())]
         self._known.clear()
         self._known.update(id(parameter) for parameter in held)
-        self._parameter_handles = []
+        self._parameter_handles, self._nodes = [], []
         for index, parameter in enumerate(self._parameters.values()):
             trains = parameter.requires_grad
-            parameter.requires_grad_(True)  # PyTorch wants it so; one that is frozen now may train again
-            handle = parameter.register_post_accumulate_grad_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(True)  # there is no node else; one that is frozen now may train again
+            node = accumulator_of(parameter)
             parameter.requires_grad_(trains)
-            self._parameter_handles.append(handle)
+            self._nodes.append(node)
+            self._parameter_handles.append(node.register_hook(self._arrival_hook(index, parameter)))
 
     def _watch(self) -> None:
         """Take hold of model and optimizer; the last thing a constructor does, so that one that fails
@@ -147,9 +154,12 @@ class Flow(ABC):
     # - What a way of travelling has to say
 
     @abstractmethod
-    def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _arrival_hook(self, index: int, parameter: nn.Parameter) -> ArrivalHook:
         """The hook of parameter `index`. It calls `_open` before the first gradient of a step and notes
-        `_arrived_s[index]`; outside an exchange it does nothing but call `_accumulated`."""
+        `_arrived_s[index]`; outside an exchange it does nothing but call `_accumulated`.
+
+        It is a hook of the node that adds the gradient up, which runs after all hooks of users on the parameter:
+        what they make of a gradient is what travels."""
 
     @abstractmethod
     def _finish(self, missing: list[int], skipped: bool) -> bool:
@@ -256,6 +266,7 @@ class Flow(ABC):
         _open_flows.discard(self)
         for handle in [*self._handles, *self._parameter_handles]:
             handle.remove()
+        self._nodes.clear()
         if self._observer:
             self._observer.close()
         if self._opened_s:
@@ -285,6 +296,8 @@ class Flow(ABC):
         if self._stale or any(parameter.requires_grad for parameter in self._frozen):
             self._take_anew()
         self._exchange.health.place = "forward"
+        if self._observer:
+            self._observer.begin_forward()
         self._forward_began_s = self._recorder.clock()
         self._step_began_s = self._step_began_s or self._forward_began_s
 
@@ -306,18 +319,27 @@ class Flow(ABC):
                 self._exchange.broadcast(tensors, Stamp(self._step, moment), source)
 
     def arm(self, exchanging: bool) -> None:
-        """From now on backward exchanges, or only accumulates; other wrappers of the same parameters do neither."""
-        self.exchanging = exchanging
+        """From now on backward exchanges, or only accumulates.
+
+        Another flow with some of the same parameters steps aside if its last forward pass has had its exchange:
+        wrappers take turns. If that is still to come, both exchange what they share, and both get its average."""
+        self.exchanging = self._awaited = exchanging
         for other in _open_flows:
-            if other is not self and not other._known.isdisjoint(self._known):
+            if other is self or other._known.isdisjoint(self._known):
+                continue
+            if not other._awaited:
                 other.exchanging = False
+            elif exchanging and (self._options.gradients_are_views or other._options.gradients_are_views):
+                raise UsageError(
+                    "two wrappers share parameters, and one backward pass is to exchange them in both: build them with "
+                    "gradient_as_bucket_view=False, or run a forward pass that no backward pass follows under "
+                    "torch.no_grad()"
+                )
 
     def follow_context(self, context: int | None) -> None:
         """Gradients of the next backward pass go into this context of distributed autograd; None: into `.grad`.
         They are exchanged when it ends, all at once."""
         self._context.context = context
-        if context is not None:
-            self._handles += self._context.watch(list(self._parameters.values()), self._arrived_in_context)
 
     def look_again(self) -> None:
         """Parameters may have become others (a dtype): look at the next training forward pass, on all ranks."""
@@ -394,12 +416,6 @@ class Flow(ABC):
             assert self._broken is not None
             raise self._broken
 
-    def _arrived_in_context(self, index: int) -> None:
-        if self.exchanging:
-            if not self._watching:
-                self._open()
-            self._local.add(index)
-
     def _backward_ended(self) -> None:
         self._watching = False
         if not self._opened_s:
@@ -446,6 +462,7 @@ class Flow(ABC):
     def _step_ended(self) -> None:
         self._arrived_s[:] = [0.0] * len(self._names)
         self._opened_s = 0.0
+        self._awaited = False
         self._local.clear()
         self._forwards.exchanged()
         self._step += 1
@@ -476,7 +493,7 @@ class Flow(ABC):
         self._exchange.abandon(words, culprits)
         self._abandon()
         self._opened_s = 0.0
-        self._watching = False
+        self._watching = self._awaited = False
 
     def _explain(self, error: BaseException) -> TrainingError:
         kind = type(error) if isinstance(error, TrainingError) else TrainingError
@@ -528,8 +545,7 @@ class Flow(ABC):
             self._drop_gradients()
             words = "; ".join(offenders.values())
             raise DisagreementError(
-                f"step {self._step - 1}: {words}, the other ranks did not: gradients are dropped on all ranks. A "
-                "forward pass that is not for training belongs under torch.no_grad()",
+                f"step {self._step - 1}: {words}: gradients are dropped on all ranks",
                 tuple(self._exchange.members[rank] for rank in offenders),
             )
         policy = self._options.nonfinite

@@ -1,4 +1,7 @@
-"""Observes what a model does in its first training steps, to fill a profile; then takes its hooks away.
+"""Observes what a model does in its first training steps, to fill a profile.
+
+Its hooks are on the modules only while such a forward pass runs: `copy.deepcopy(model)` and `torch.save(model)`, which
+take hooks along, find none.
 
 Forward seconds come from the modules that own parameters, their inner modules' time taken off. Nothing is
 synchronised: on an accelerator these are the times at which work was issued.
@@ -17,7 +20,7 @@ from gradientflow.runtime.hooks import OriginalOnly
 
 
 class ForwardObserver:
-    """Times the forward pass by parameter, for `num_steps` calls of `end_of_forward`."""
+    """Times the forward pass by parameter, between `begin_forward` and `end_of_forward`, `num_steps` times."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], num_steps: int = 3) -> None:
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -26,26 +29,30 @@ class ForwardObserver:
         self._latest: dict[str, float] = {}
         #: Seconds by parameter in the last observed forward pass, keys in the order of use.
         self.seconds: dict[str, float] = {}
+        self._model = model
         self._handles: list[RemovableHandle] = []
-        for module in model.modules():
+
+    def begin_forward(self) -> None:
+        self.close()  # the pass before may have ended in an exception
+        if not self._remaining:
+            return
+        for module in self._model.modules():
             if any(parameter in self._names for parameter in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_pre_hook(OriginalOnly(self._enter)))
                 self._handles.append(module.register_forward_hook(OriginalOnly(self._leave), always_call=True))
 
     def end_of_forward(self) -> None:
-        """One forward pass is over."""
         if not self._handles:
             return
+        self.close()
         self.seconds, self._latest = self._latest, {}
-        self._stack.clear()
         self._remaining -= 1
-        if self._remaining == 0:
-            self.close()
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._stack.clear()
 
     def _enter(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling():

@@ -6,7 +6,7 @@ If a fault is there with this too, it is not in the pool, the pump or a codec.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from gradientflow.compress import Sum
 from gradientflow.exchange import Native
 from gradientflow.plan import Plan
 from gradientflow.runtime.fingerprint import compare, describe_tensors
-from gradientflow.runtime.flow import Flow, Memory
+from gradientflow.runtime.flow import ArrivalHook, Flow, Memory
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.schedule import wfbp
@@ -36,13 +36,18 @@ class PlainFlow(Flow):
     def memory(self) -> Memory:
         return Memory(master_weights=self._masters.nbytes if self._masters else 0)
 
-    def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
+    def _arrival_hook(self, index: int, parameter: nn.Parameter) -> ArrivalHook:
+        def hook(passed_on: object, got: Sequence[torch.Tensor | None]) -> None:
             if not self.exchanging:
                 self._accumulated(index)
                 return
             if not self._watching:
                 self._open()
+            if self._context.context is not None:
+                self._local.add(index)
+                return
+            if got[0] is None:
+                return  # a function in the graph gave no gradient: this parameter was not used
             if self._arrived_s[index] and not self._options.static_graph:
                 raise self._arrived_twice(index)
             self._arrived_s[index] = self._recorder.clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from gradientflow.recipe import Recipe
 from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.comm_hooks import CommHook, HookPump
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
-from gradientflow.runtime.flow import Flow, Memory, trainable
+from gradientflow.runtime.flow import ArrivalHook, Flow, Memory, trainable
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.pool import Pool
 from gradientflow.runtime.pump import Pump
@@ -198,20 +198,23 @@ class PooledFlow(Flow):
 
     # - A step
 
-    def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _arrival_hook(self, index: int, parameter: nn.Parameter) -> ArrivalHook:
         # This runs once a tensor and step, on the critical path (12 us a tensor at 604 of them, the
         # multiplication included: benchmarks/overhead.py). Attributes that change are
         # looked up, everything else is bound here.
-        flow = self
+        flow, context = self, self._context
         arrived_s, num_expected, num_seen = self._arrived_s, self._num_expected, self._num_seen
 
-        def hook(parameter: torch.Tensor) -> None:
+        def hook(passed_on: object, got: Sequence[torch.Tensor | None]) -> None:
             if not flow.exchanging:
                 flow._accumulated(index)
                 return
             if not flow._watching:
                 flow._open()
-            if parameter.grad is None:
+            if context.context is not None:
+                flow._local.add(index)  # taken up from there when backward ends
+                return
+            if got[0] is None or parameter.grad is None:
                 return  # a function in the graph gave no gradient: this parameter was not used
             if arrived_s[index]:
                 raise flow._arrived_twice(index)

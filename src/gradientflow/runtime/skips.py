@@ -86,8 +86,15 @@ def compare_skips(control: Control, mine: Skipped | None) -> dict[int, str]:
     found = {}
     for rank, theirs in everyone.items():
         if theirs.steps > least.steps:
-            found[rank] = f"rank {rank} called optimizer.step() without an exchanged backward pass before it"
-        # Forward passes in different numbers are fine as long as backward reaches all of them.
-        elif theirs.unused and theirs.forwards > least.forwards:
-            found[rank] = f"rank {rank} ran a training forward pass that no backward pass followed"
+            found[rank] = (
+                f"rank {rank} called optimizer.step() without an exchanged backward pass before it, the other ranks"
+                " did not"
+            )
+        # Forward passes in different numbers are fine as long as backward reaches all of them, and so are those that
+        # it reaches on no rank.
+        elif theirs.unused > least.unused and theirs.forwards > least.forwards:
+            found[rank] = (
+                f"rank {rank} ran a training forward pass that no backward pass followed, the other ranks did not (one "
+                "that is not for training belongs under torch.no_grad())"
+            )
     return found

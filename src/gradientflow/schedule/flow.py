@@ -1,0 +1,407 @@
+"""Fuse or cut, and in which order: the plan with which the next iteration ends first.
+
+Each pool of gradients is one axis, and a message is a range of it: several tensors, one, or part of one. Early
+layers' gradients come last and are needed first, so the newest gradients go first; what they push aside waits and
+fills the link during the next forward pass. Were messages free, this would be optimal when cut ever finer: it is
+Jackson's preemptive rule for one machine with release times and tails, and its optimum is `cost.limit_s`. Messages
+are not free. How large they should be, and how much should have gathered before one is worth its start-up, is found
+by trying: some `_Style`s are played through and judged by what the evaluator makes of them, beside the named
+schedules.
+
+[Note: jitter] Times will differ from the profile's. A plan that bets on them finds its next message not ready, and
+the link idle with other gradients waiting behind. So plans are judged by their mean over a few `_Case`s: faster and
+slower compute, a slower link, uneven layers. By the profile's own times the chosen plan is never worse than a named
+schedule; among plans that differ by less than `TOLERANCE` the one with the fewest messages is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+from gradientflow.cost.evaluate import Evaluation, Job, Moments, Stages, evaluate, limit_s, startup_and_wire_s
+from gradientflow.cost.table import Cost
+from gradientflow.plan import Message, Plan, Slice
+from gradientflow.profiles import Profile, TensorProfile
+from gradientflow.schedule.fusion import DEFAULT_THETA, bsp, fuse, wfbp
+from gradientflow.schedule.merge import merge, merges, mg_wfbp
+from gradientflow.schedule.priority import bytescheduler, issue_in_turn
+
+#: Of a mean iteration; less than a simulation can know. On BERT-Base, 10 Gbit/s, it saves two messages in three.
+TOLERANCE = 0.005
+#: Where compute hides everything, `merge` sends far more messages than it has to.
+MARGINS = (1.5, 3.0)
+
+
+def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True, stages: Stages = ()) -> Plan:
+    """The plan for `num_lanes` lanes and a gate that waits for `stages`, tensor by tensor if there are none.
+
+    Without a gate all gradients are needed at once: order is worth nothing, and it comes close to `merge`.
+    """
+    if not profile.nbytes:
+        return bsp(profile).model_copy(update={"schedule": "flow"})
+    board = _Board(profile)
+    cases = [_Case(board, moments, link) for moments, link in _times(profile, gated, stages)]
+    judge = _Judge(board, cases, cost, num_lanes)
+    merged, *joined = merges(profile, cost, (math.inf, *MARGINS))
+    named = [judge.calmly(board.ranges(plan)) for plan in _named(profile, cost, num_lanes, merged).values()]
+    own = [judge.calmly(board.ranges(plan)) for plan in joined]
+    own += [judge.calmly(board.play(style, cases[0], cost, num_lanes)) for style in _styles(profile, cost)]
+    # No choice is made by the last digit.
+    most_s = (1 + 1e-9) * min(plan.calm_s for plan in named)
+    as_good = [plan for plan in [*named, *own] if plan.calm_s <= most_s]
+    return board.plan("flow", judge.best(as_good).ranges).on_lanes(num_lanes)
+
+
+def named_schedules(profile: Profile, cost: Cost, num_lanes: int = 1) -> dict[str, Plan]:
+    """What `flow` is held against, on as many lanes."""
+    plans = _named(profile, cost, num_lanes, merge(profile, cost))
+    return {name: plan.on_lanes(num_lanes) for name, plan in plans.items()}
+
+
+def _named(profile: Profile, cost: Cost, num_lanes: int, merged: Plan) -> dict[str, Plan]:
+    """Not yet dealt out over lanes."""
+    plans = {"bsp": bsp(profile), "wfbp": wfbp(profile)}
+    for theta in (1_000_000, 4_000_000, DEFAULT_THETA):
+        name = f"lazy:{theta // 10**6}MB"
+        plans[name] = merged.model_copy(update={"schedule": name, "messages": fuse(profile, theta)})
+    plans["mg-wfbp"] = mg_wfbp(profile, cost)
+    plans["merge"] = merged
+    plans["bytescheduler"] = bytescheduler(profile, cost, num_lanes=num_lanes)
+    return plans
+
+
+# - Plans as ranges
+
+#: Pool, first element, last element + 1.
+_Range = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A pool: its tensors in backward order, their places in the profile, and where each begins."""
+
+    tensors: tuple[TensorProfile, ...]
+    places: tuple[int, ...]
+    edges: tuple[int, ...]
+    itemsize: int
+
+    def tensors_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The first and the last tensor that hold elements of a range. Empty tensors hold none."""
+        return bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop) - 1
+
+    def slices(self, start: int, stop: int) -> Iterator[Slice]:
+        first, last = self.tensors_of(start, stop)
+        for index in range(first, last + 1):
+            begin, end = self.edges[index], self.edges[index + 1]
+            if begin < end:
+                name = self.tensors[index].name
+                yield Slice(tensor=name, start=max(start, begin) - begin, stop=min(stop, end) - begin)
+
+
+class _Board:
+    """A profile's pools, and what plans over them take."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        members: dict[tuple[str, str], list[int]] = {}
+        for place, tensor in enumerate(profile.tensors):
+            members.setdefault(tensor.pool, []).append(place)
+        self.axes = [self._axis(places) for places in members.values()]
+
+    def _axis(self, places: list[int]) -> _Axis:
+        tensors = tuple(self._profile.tensors[place] for place in places)
+        edges = tuple(accumulate((tensor.numel for tensor in tensors), initial=0))
+        return _Axis(tensors, tuple(places), edges, tensors[0].torch_dtype.itemsize)
+
+    def ranges(self, plan: Plan) -> tuple[_Range, ...]:
+        """A plan whose messages are runs of a pool, without those of empty tensors."""
+        begins = {
+            tensor.name: (pool, edge)
+            for pool, axis in enumerate(self.axes)
+            for tensor, edge in zip(axis.tensors, axis.edges[:-1], strict=True)
+        }
+        found = []
+        for message in plan.messages:
+            first, last = message.slices[0], message.slices[-1]
+            pool, begin = begins[first.tensor]
+            start, stop = begin + first.start, begins[last.tensor][1] + last.stop
+            assert stop - start == message.numel, "not a run"
+            if start < stop:
+                found.append((pool, start, stop))
+        return tuple(found)
+
+    def plan(self, schedule: str, ranges: Sequence[_Range]) -> Plan:
+        layout = tuple(tensor.name for tensor in self._profile.tensors)
+        messages = tuple(Message(slices=tuple(self.axes[pool].slices(*span))) for pool, *span in ranges)
+        return Plan(schedule=schedule, layout=layout, messages=messages)
+
+    def play(self, style: _Style, case: _Case, cost: Cost, num_lanes: int) -> tuple[_Range, ...]:
+        backlog = _Backlog(self.axes, style, case)
+        issue_in_turn(backlog, cost, num_lanes)
+        return tuple(backlog.issued)
+
+
+# - Times that may come. [Note: jitter]
+
+
+class _Case:
+    """Moments, pool by pool in backward order; and how many times as long as its cost a message takes."""
+
+    def __init__(self, board: _Board, moments: Moments, link: float) -> None:
+        self.moments, self.link = moments, link
+        self.ready_s = [[moments.ready_s[place] for place in axis.places] for axis in board.axes]
+        self.after_s = [[moments.after_s[place] for place in axis.places] for axis in board.axes]
+        self._rising = [all(one <= next_ for one, next_ in pairwise(after_s)) for after_s in self.after_s]
+
+    def follows_s(self, pool: int, first: int, last: int) -> float:
+        """Compute that follows a message of these tensors."""
+        after_s = self.after_s[pool]
+        return after_s[last] if self._rising[pool] else max(after_s[first : last + 1])
+
+
+def _times(profile: Profile, gated: bool, stages: Stages) -> Iterator[tuple[Moments, float]]:
+    """The profile's own first."""
+    num = len(profile.tensors)
+    calm = Moments.of(profile, gated=gated, stages=stages)
+    yield calm, 1.0
+    yield calm, 1.1
+    for factors in (
+        [1.1] * num,
+        [0.9] * num,
+        [_uneven(place, 1) for place in range(num)],
+        [_uneven(place, 2) for place in range(num)],
+    ):
+        yield Moments.of(_paced(profile, factors), gated=gated, stages=stages), 1.0
+
+
+def _paced(profile: Profile, factors: Sequence[float]) -> Profile:
+    tensors = tuple(
+        tensor.model_copy(update={"forward_s": tensor.forward_s * factor, "backward_s": tensor.backward_s * factor})
+        for tensor, factor in zip(profile.tensors, factors, strict=True)
+    )
+    return profile.model_copy(update={"tensors": tensors})
+
+
+def _uneven(place: int, seed: int) -> float:
+    """0.7 to 1.3, as if by chance, the same everywhere and for ever (Knuth's multiplicative hash)."""
+    mixed = (place + 1) * (2 * seed + 1) * 2654435761 % 2**32
+    return 0.7 + 0.6 * ((mixed ^ mixed >> 15) * 2246822519 % 2**32) / 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A plan, and what it takes by the profile's own times."""
+
+    ranges: tuple[_Range, ...]
+    calm_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    board: _Board
+    cases: list[_Case]
+    cost: Cost
+    num_lanes: int
+
+    def calmly(self, ranges: tuple[_Range, ...]) -> _Judged:
+        return _Judged(ranges, self._iterations_s(ranges, self.cases[:1])[0])
+
+    def best(self, plans: Sequence[_Judged]) -> _Judged:
+        """By the mean over all cases. A plan that is far off by the profile's own times is not looked at."""
+        near_s = 1.05 * min(plan.calm_s for plan in plans)
+        near = {plan.ranges: plan for plan in plans if plan.calm_s <= near_s}
+        mean_s = {ranges: fmean(self._iterations_s(ranges, self.cases)) for ranges in near}
+        good_s = (1 + TOLERANCE) * min(mean_s.values())
+        good = [ranges for ranges in near if mean_s[ranges] <= good_s]
+        return near[min(good, key=lambda ranges: (len(ranges), mean_s[ranges]))]
+
+    def _iterations_s(self, ranges: Sequence[_Range], cases: Sequence[_Case]) -> list[float]:
+        axes = self.board.axes
+        sizes = [(stop - start) * axes[pool].itemsize for pool, start, stop in ranges]
+        costs_s = [startup_and_wire_s(self.cost, nbytes) for nbytes in sizes]
+        spans = [(pool, *axes[pool].tensors_of(start, stop)) for pool, start, stop in ranges]
+        messages = list(zip(sizes, costs_s, spans, strict=True))
+        found = []
+        for case in cases:
+            jobs = [
+                Job(number % self.num_lanes, nbytes, case.ready_s[pool][last], case.link * start_s, case.link * wire_s)
+                for number, (nbytes, (start_s, wire_s), (pool, _, last)) in enumerate(messages)
+            ]
+            found.append(case.moments.iteration_s(jobs, [case.follows_s(*span) for span in spans]))
+        return found
+
+
+# - The newest first, in many styles
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    size_nbytes: float  # what a message holds at most
+    least_nbytes: float  # what has to have gathered while backward runs
+
+
+def _styles(profile: Profile, cost: Cost) -> list[_Style]:
+    """Sizes from the whole down to where there would be hundreds of messages, or start-up outweighs the wire."""
+    whole = float(profile.nbytes)
+    startup_s, wire_s = startup_and_wire_s(cost, profile.nbytes)
+    smallest = whole * min(1.0, max(1 / 256, startup_s / wire_s / 8 if wire_s else 1.0))
+    num_sizes = 1 + math.ceil(3 * math.log2(whole / smallest))
+    sizes = [whole / 2 ** (step / 3) for step in range(num_sizes)]
+    return [_Style(size, size * share) for size in sizes for share in (0.0, 0.25, 0.5)]
+
+
+class _Backlog:
+    """What is ready and not sent, played through in one style. A supply for `issue_in_turn`."""
+
+    def __init__(self, axes: Sequence[_Axis], style: _Style, case: _Case) -> None:
+        self._axes, self._style, self._after_s = axes, style, case.after_s
+        self._ready_s = case.ready_s
+        self._backward_s = max(ready_s[-1] for ready_s in self._ready_s)
+        self._num_ready = [0] * len(axes)
+        #: Runs of elements, the newest last.
+        self._runs: list[list[list[int]]] = [[] for _ in axes]
+        self._left = sum(axis.edges[-1] for axis in axes)
+        self.issued: list[_Range] = []
+
+    def __bool__(self) -> bool:
+        return self._left > 0
+
+    def more_s(self, now_s: float) -> float:
+        """When a pool will have enough in its newest run, or everything."""
+        return min(self._enough_s(pool) for pool in range(len(self._axes)))
+
+    def _enough_s(self, pool: int) -> float:
+        axis, runs, num_ready = self._axes[pool], self._runs[pool], self._num_ready[pool]
+        if num_ready == len(axis.tensors):
+            # What is too small by itself goes at the end of backward.
+            return self._backward_s if runs else math.inf
+        begin = runs[-1][0] if runs and runs[-1][1] == axis.edges[num_ready] else axis.edges[num_ready]
+        index = bisect_left(axis.edges, begin + self._style.least_nbytes / axis.itemsize) - 1
+        return self._ready_s[pool][min(max(index, num_ready), len(axis.tensors) - 1)]
+
+    def take(self, now_s: float, flying_nbytes: int) -> int | None:
+        for pool in range(len(self._axes)):
+            self._gather(pool, now_s)
+        least = self._style.least_nbytes if now_s < self._backward_s else 0.0
+        for pool, run in self._most_urgent_first():
+            itemsize = self._axes[pool].itemsize
+            if (run[1] - run[0]) * itemsize >= least:
+                return self._issue(pool, run) * itemsize
+        return None
+
+    def _gather(self, pool: int, now_s: float) -> None:
+        edges, runs = self._axes[pool].edges, self._runs[pool]
+        start = edges[self._num_ready[pool]]
+        self._num_ready[pool] = bisect_right(self._ready_s[pool], now_s, self._num_ready[pool])
+        stop = edges[self._num_ready[pool]]
+        if runs and runs[-1][1] == start:
+            runs[-1][1] = stop
+        elif start < stop:
+            runs.append([start, stop])
+
+    def _most_urgent_first(self) -> Iterator[tuple[int, list[int]]]:
+        if len(self._runs) == 1:
+            return ((0, run) for run in reversed(self._runs[0]))
+        runs = [(pool, run) for pool, runs in enumerate(self._runs) for run in reversed(runs)]
+        return iter(sorted(runs, key=lambda entry: -self._urgency_s(*entry)))
+
+    def _urgency_s(self, pool: int, run: list[int]) -> float:
+        _, last = self._axes[pool].tensors_of(*run)
+        return self._after_s[pool][last]
+
+    def _issue(self, pool: int, run: list[int]) -> int:
+        """Send the newest end of a run, and with it a leftover that would be too small to go by itself."""
+        start, stop = run
+        itemsize = self._axes[pool].itemsize
+        size = max(1, int(self._style.size_nbytes / itemsize))
+        least = max(size / 4, self._style.least_nbytes / itemsize)
+        cut = stop - size if stop - size - start >= least else start
+        self.issued.append((pool, cut, stop))
+        self._left -= stop - cut
+        run[1] = cut
+        if cut == start:
+            self._runs[pool].remove(run)
+        return stop - cut
+
+
+# - In words
+
+
+def explain(profile: Profile, plan: Plan, cost: Cost, *, gated: bool = True, stages: Stages = ()) -> str:
+    """What a plan does, what it is predicted to take beside the named schedules, and what bounds it."""
+    alternatives = named_schedules(profile, cost, plan.num_lanes)
+    found = evaluate(profile, plan, cost, gated=gated, stages=stages)
+    others_s = {
+        name: evaluate(profile, other, cost, gated=gated, stages=stages).iteration_s
+        for name, other in alternatives.items()
+    }
+    return "\n".join(
+        [
+            f"{plan.schedule}: {_sizes(plan, found)}",
+            f"order: {_order(profile, plan, found)}",
+            f"predicted: {_seconds(found.iteration_s)} an iteration {'with' if gated else 'without'} the gate, "
+            f"{_seconds(found.compute_s)} of it compute, {_seconds(found.exposed_s)} waiting",
+            "against: " + ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in others_s.items()),
+            f"bound: {_bound(profile, cost, found, gated)}",
+        ]
+    )
+
+
+def _sizes(plan: Plan, found: Evaluation) -> str:
+    if not found.messages:
+        return "no messages"
+    sizes = sorted(timing.nbytes for timing in found.messages)
+    lanes = f"{plan.num_lanes} lane" + "s" * (plan.num_lanes > 1)
+    num_fusing = sum(len(message.slices) > 1 for message in plan.messages)
+    parts = Counter(piece.tensor for message in plan.messages for piece in message.slices)
+    num_cut = sum(count > 1 for count in parts.values())
+    return (
+        f"{len(sizes)} messages on {lanes}, {_nbytes(sizes[0])} to {_nbytes(sizes[-1])}, half of them up to "
+        f"{_nbytes(sizes[(len(sizes) - 1) // 2])}; {num_fusing} hold several tensors, "
+        f"{num_cut} of {len(parts)} tensors are cut"
+    )
+
+
+def _order(profile: Profile, plan: Plan, found: Evaluation) -> str:
+    place = {tensor.name: index for index, tensor in enumerate(profile.tensors)}
+    places = [max(place[piece.tensor] for piece in message.slices) for message in plan.messages]
+    num_later = sum(one > next_ for one, next_ in pairwise(places))
+    backward_ends_s = next(part.end_s for part in found.work if part.kind == "backward")
+    num_after = sum(timing.start_s >= backward_ends_s for timing in found.messages)
+    order = "as gradients come" if not num_later else f"newest first, {num_later} times back to older ones"
+    return f"{order}; {num_after} messages start after backward"
+
+
+def _bound(profile: Profile, cost: Cost, found: Evaluation, gated: bool) -> str:
+    wire_s = profile.nbytes * cost.beta_s_per_byte
+    least_s = limit_s(profile, wire_s, 1.0) if gated else _least_without_gate_s(profile, cost)
+    if least_s <= found.compute_s:
+        what = "compute"
+    elif least_s <= wire_s:
+        what = f"the link, {_seconds(wire_s)} for all bytes"
+    else:
+        what = "gradients that come last and are needed first" if gated else "gradients that come last"
+    over = found.iteration_s / least_s - 1 if least_s else 0.0
+    return f"{what}; no plan is below {_seconds(least_s)}, start-ups and the size of messages add {over:.1%}"
+
+
+def _least_without_gate_s(profile: Profile, cost: Cost) -> float:
+    """From each gradient on, it and all later ones have to be sent, and forward follows."""
+    ready_s = accumulate(tensor.backward_s for tensor in profile.tensors)
+    sent = accumulate((tensor.nbytes for tensor in profile.tensors), initial=0)
+    rest_s = (cost.beta_s_per_byte * (profile.nbytes - nbytes) for nbytes in sent)
+    return profile.forward_s + max(map(sum, zip(ready_s, rest_s, strict=False)), default=0.0)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _nbytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} KB"
