@@ -5,7 +5,8 @@
 
 `links`: two hosts of a lab at 100 Mbit/s, at 1 Gbit/s and as fast as the machine is. A plain socket sends for some
 seconds and the receiver counts; then the probe measures the same link, by a plain stream and over Gloo; and again. The
-figures are ratios to the socket, in pairs. On links that are not held to a rate, Gloo's is what Gloo makes of a core.
+figures are ratios to the socket, in pairs. Each host has a core of its own: on links that are not held to a rate,
+speed is that of a core's copies, and doubles or halves with where the scheduler puts the two ends.
 
 `same`: a replayed ResNet-50 on four hosts at 1 Gbit/s, stock DDP twice in one bake-off, and the bytes that went
 through the ports against 2 (n - 1) / n of the gradients.
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradientflow.bench.arena import LabArena, start
@@ -49,6 +52,13 @@ while time.monotonic() < end_s:
 """
 
 
+class Pinned(Lab):
+    """Each host's programs stay on a core of their own."""
+
+    def command(self, host: int, argv: Sequence[str]) -> list[str]:
+        return super().command(host, ["taskset", "-c", str(host % (os.cpu_count() or 1)), *argv])
+
+
 def socket_rate(lab: Lab, seconds: float) -> float:
     """Bits a second of payload that host 1 received from host 0."""
     address = lab.hosts[1].address
@@ -73,7 +83,7 @@ def links(times: int) -> dict[str, object]:
     found: dict[str, object] = {}
     for text in RATES:
         rate = parse_rate(text)
-        with Lab(2, rate) as lab:
+        with Pinned(2, rate) as lab:
             if rate is not None:
                 check_rate(lab)
             triples = [(socket_rate(lab, 3.0), *probe_rates(LabArena(lab, rate))) for _ in range(times)]
