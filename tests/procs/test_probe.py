@@ -119,3 +119,12 @@ def test_links_are_measured_by_a_plain_stream_where_ranks_reach_each_other() -> 
 
 def test_an_address_that_is_not_there_leaves_only_the_stream_out() -> None:
     assert run_ranks(2, _addressed, "192.0.2.1") == [[("p2p", (0, 1))]] * 2
+
+
+def _by_world() -> list[tuple[int, ...]]:
+    network = measure_network(sizes=SIZES[:2], budget_s=2.0, deadline_s=20.0, smaller_worlds=True)
+    return [link.ranks for link in network.of("all_reduce")]
+
+
+def test_the_all_reduce_is_measured_in_smaller_worlds_too() -> None:
+    assert run_ranks(3, _by_world) == [[(0, 1), (0, 1, 2)]] * 3

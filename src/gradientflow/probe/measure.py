@@ -59,8 +59,11 @@ def measure_network(
     budget_s: float = BUDGET_S,
     deadline_s: float = 60.0,
     address: str | None = None,
+    smaller_worlds: bool = False,
 ) -> Network:
     """The all-reduce among all ranks, and messages from rank 0 to every other and between neighbours. Collective.
+
+    With `smaller_worlds` also the all-reduce among the first 2, 4, 8 ... ranks: how it grows with the world.
 
     With an `address` at which the others can reach this rank, links are also measured by a plain TCP stream, which
     tells a slow link from a slow backend.
@@ -76,7 +79,7 @@ def measure_network(
     assert group is not None
     prober = _Prober(group, tuple(sizes), deadline_s + budget_s, address)
     try:
-        return prober.run(budget_s)
+        return prober.run(budget_s, worlds(prober.world) if smaller_worlds else [prober.world])
     finally:
         prober.close()
 
@@ -88,6 +91,15 @@ def links(world: int) -> list[tuple[int, int]]:
     [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
     """
     return [(0, rank) for rank in range(1, world)] + [(rank, rank + 1) for rank in range(1, world - 1)]
+
+
+def worlds(world: int) -> list[int]:
+    """Powers of two below, and the whole.
+
+    >>> worlds(6), worlds(2)
+    ([2, 4, 6], [2])
+    """
+    return [2**power for power in range(1, 10) if 2**power < world] + [world]
 
 
 def summarize(
@@ -155,7 +167,7 @@ class _Prober:
     """One rank's part in measuring."""
 
     def __init__(self, group: dist.ProcessGroup, sizes: tuple[int, ...], limit_s: float, address: str | None) -> None:
-        self.rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
         self._device = _device(group)
         self.backend = backend_for(group, self._device)
@@ -165,24 +177,29 @@ class _Prober:
         store = store_beside(group)
         # Never started: here ranks wait for each other in pairs, which is not what its verdicts are about.
         health = Health(dist.PrefixStore("beacons", store), self.rank, self.members, limit_s, ())
-        self._control = Control(dist.PrefixStore("control", store), self.rank, self._world, limit_s, health)
+        self._control = Control(dist.PrefixStore("control", store), self.rank, self.world, limit_s, health)
         self._hosts = tuple(self._control.gather(socket.gethostname(), "meet the other ranks for a measurement"))
         self.addresses = self._control.gather(address or "", "meet the other ranks for a measurement")
-        self.group: Any = None
-        if self._world > 1:
-            try:
-                self.group = new_group(self.backend, store, "probe", self.rank, self._world, limit_s)
-            except RuntimeError as error:
-                raise self._failure("connect to the other ranks", (), error) from error
+        self._store = store
+        self.group: Any = self._group_of(self.world) if self.world > 1 else None
         # Written, not just reserved: reading memory that was never written reads one page of zeros over and over.
         self.buffer = torch.empty(sizes[-1] // 4, device=self._device).zero_()
         self.number = torch.zeros(1, dtype=torch.int64, device=self._device)
 
-    def run(self, budget_s: float) -> Network:
+    def _group_of(self, size: int) -> Any:
+        """Of the first `size` ranks, of which this is one."""
+        try:
+            return new_group(self.backend, self._store, f"probe-{size}", self.rank, size, self.limit_s)
+        except RuntimeError as error:
+            raise self._failure("connect to the other ranks", (), error) from error
+
+    def run(self, budget_s: float, sizes: list[int]) -> Network:
         found: list[Measurement] = []
-        pairs = links(self._world)
-        if pairs:
-            found += self._all_reduce(ALL_REDUCE_SHARE * budget_s)
+        pairs = links(self.world)
+        for size in sizes if pairs else []:
+            if self.rank < size:
+                found += self._all_reduce(size, ALL_REDUCE_SHARE * budget_s / len(sizes))
+            self._from(0, f"wait for the first {size} ranks to measure their all-reduce")
         for pair in pairs:
             if self.rank in pair:
                 found += _Pair(self, pair).measure((1 - ALL_REDUCE_SHARE) * budget_s / len(pairs))
@@ -197,16 +214,21 @@ class _Prober:
         if self.group is not None:
             self.group.shutdown()
 
-    def _all_reduce(self, budget_s: float) -> list[Measurement]:
+    def _all_reduce(self, size: int, budget_s: float) -> list[Measurement]:
+        group = self.group if size == self.world else self._group_of(size)
+
         def once(nbytes: int) -> None:
-            self.wait(self.group.allreduce([self.buffer[: nbytes // 4]]), f"all-reduce {nbytes} bytes")
+            self.wait(group.allreduce([self.buffer[: nbytes // 4]]), f"all-reduce {nbytes} bytes")
 
         def agree(number: int) -> int:
             self.number.fill_(number)
-            return self._from(0, "agree on repetitions")
+            self.wait(group.broadcast(self.number, 0), "agree on repetitions")
+            return int(self.number.item())
 
         samples, skipped = self.sweep(once, agree, budget_s)
-        return [summarize("all_reduce", range(self._world), samples, skipped)] if self.rank == 0 else []
+        if group is not self.group:
+            group.shutdown()
+        return [summarize("all_reduce", range(size), samples, skipped)] if self.rank == 0 else []
 
     def sweep(
         self, once: Callable[[int], None], agree: Callable[[int], int], budget_s: float, num_ways: int = 1
