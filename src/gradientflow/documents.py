@@ -91,7 +91,28 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replace `path` by `text` in one step: readers see the old file or the new one, never half."""
-    target = Path(path)
+    target = check_writable(path)
+    try:
+        _replace(target, text)
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be written; {error.strerror or error}") from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """The file that `path` means, links followed, if it can be written; a `DocumentError` if not.
+
+    Only files are replaced: root would turn a device into one."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise DocumentError(f"{path}: is no file that could be replaced")
+    if not target.parent.is_dir():
+        raise DocumentError(f"{path}: {target.parent} is no directory")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise DocumentError(f"{path}: {target.parent} cannot be written to")
+    return target
+
+
+def _replace(target: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -22,11 +22,12 @@ from typing import Literal
 from pydantic import ValidationError
 
 from gradientflow.compress import CODECS, EXACT, Codec
+from gradientflow.cost.table import Cost
 from gradientflow.documents import Record, describe, read_text, write_text
 from gradientflow.errors import DocumentError, RecipeError
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
-from gradientflow.schedule import SCHEDULES
+from gradientflow.schedule import PRICED, SCHEDULES
 from gradientflow.sync import BSP, Sync
 
 DEFAULT = "lazy"
@@ -99,7 +100,9 @@ class Recipe(Record):
             raise self._illegal(f"{' and '.join(casts)} are both wire precisions", "one of them")
         if casts and self.codecs[-1].name != casts[0]:
             raise self._illegal(f"+{casts[0]} must come last: it packs what the others send", "it at the end")
-        self._exists("schedule", self.schedule.name, list(SCHEDULES))
+        self._exists("schedule", self.schedule.name, [*SCHEDULES, *PRICED])
+        if self.needs_cost and self.schedule.argument:
+            raise self._illegal(f"{self.schedule.name} takes no argument", self.schedule.name)
         self._exists("exchange", self.exchange.name, list(EXCHANGES))
         for choice in self.codecs:
             self._exists("codec", choice.name, list(CODECS))
@@ -109,9 +112,23 @@ class Recipe(Record):
         self.codec()
         return self
 
-    def plan(self, profile: Profile, num_lanes: int) -> Plan:
-        """The schedule's plan for `profile`, dealt over lanes."""
-        plan = SCHEDULES[self.schedule.name](profile, self.schedule.argument).on_lanes(num_lanes)
+    @property
+    def needs_cost(self) -> bool:
+        """Whether the schedule looks at what messages cost."""
+        return self.schedule.name in PRICED
+
+    def plan(self, profile: Profile, num_lanes: int, cost: Cost | None = None) -> Plan:
+        """The schedule's plan for `profile`, dealt over lanes. One that needs to know costs is `lazy` until they are
+        known."""
+        if not self.needs_cost:
+            plan = SCHEDULES[self.schedule.name](profile, self.schedule.argument)
+        elif cost is None:
+            plan = SCHEDULES["lazy"](profile, "").model_copy(
+                update={"schedule": f"{self.schedule.name}, not yet priced"}
+            )
+        else:
+            plan = PRICED[self.schedule.name](profile, cost)
+        plan = plan.on_lanes(num_lanes)
         plan.check(profile)
         return plan
 

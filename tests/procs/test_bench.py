@@ -37,6 +37,11 @@ pytestmark = pytest.mark.timeout(300)
         (["--workload", "resnet-50", "--hosts", "1"], "--hosts"),
         (["--workload", "resnet-50", "--straggler", "9"], "RANK:FACTOR"),
         (["--workload", "resnet-50", "--out", "/no/such/place.json"], "no directory"),
+        (["--workload", "resnet-50", "--out", "/tmp"], "no file"),
+        (["--workload", "resnet-50", "--out", "/dev/null"], "no file"),
+        (["--workload", "resnet-50", "--scale", "much"], "--scale"),
+        (["--workload", "resnet-50", "--no-such-option"], "--no-such-option"),
+        ([], "--workload"),
         (["--workload", "resnet-50", "--compute", "1", "--device", "v100"], "both say"),
         (["--workload", "resnet-50", "--compute", "-1"], "compute_s is -1"),
         (["--workload", "resnet-50", "--compute", "nan"], "compute_s is nan"),
@@ -61,6 +66,26 @@ def test_a_profile_with_negative_times_is_refused(
     path = tmp_path / "profile.json"
     path.write_text('{"version": 1, "tensors": [{"name": "a", "shape": [2], "forward_s": -1}]}')
     _refused(["bench", "--workload", str(path)], "forward_s", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ("", "no elements"),
+        ('{"name": "a", "shape": [0]}', "no elements"),
+        ('{"name": "a", "shape": [2], "dtype": "int64"}', "int64"),
+        ('{"name": "a", "shape": [2], "dtype": "float8_e4m3fn"}', "float8"),
+        ('{"name": "a", "shape": [2]}, {"name": "a.b", "shape": [2]}', "'a'"),
+        ('{"name": "forward", "shape": [2]}', "'forward'"),
+        ('{"name": "", "shape": [2]}', "''"),
+    ],
+)
+def test_a_profile_that_no_model_can_have_is_refused(
+    tensors: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(f'{{"version": 1, "tensors": [{tensors}]}}')
+    _refused(["bench", "--workload", str(path)], words, monkeypatch, capsys)
 
 
 def _refused(
@@ -197,6 +222,14 @@ def test_under_torchrun_its_world_is_used(command: str, tmp_path: Path) -> None:
         assert [row["hosts"] for row in document["results"]] == [2, 2, 2] and "not shaped" in document["place"]
     else:
         assert len(document["hosts"]) == 2 and document["measurements"]
+
+
+def test_a_profile_without_times_can_be_measured() -> None:
+    bare = workload("alexnet", scale=0.0005)
+    assert not bare.forward_s + bare.backward_s
+    spec = _spec("ddp", "ddp-powersgd").model_copy(update={"profile": bare})
+    compute, ddp, powersgd = run_at(Loopback(2, ""), spec, lambda line: None).results
+    assert ddp.limit_s == compute.compute_s and powersgd.must_send < ddp.must_send / 4
 
 
 def test_a_worker_that_fails_ends_all_and_is_quoted(tmp_path: Path) -> None:

@@ -846,3 +846,33 @@ def test_failures_of_a_rank_reach_the_test() -> None:
 
 def _fails() -> float:
     return 1 / (dist.get_rank() - 1)
+
+
+# - Schedules that look at costs
+
+
+@pytest.mark.parametrize("recipe", ["merge", "mg-wfbp", "merge+bf16"])
+def test_a_schedule_that_needs_costs_measures_them_and_averages_as_any_other(recipe: str) -> None:
+    digests = run_ranks(2, _priced, recipe)
+    assert digests[0] == digests[1]
+
+
+def _priced(recipe: str) -> str:
+    torch.manual_seed(0)
+    model, reference = (nn.Sequential(*(nn.Linear(40, 40) for _ in range(6))) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    ddp = nn.parallel.DistributedDataParallel(reference)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gf.attach(model, optimizer, recipe) as flow:
+        assert "not yet priced" in flow.plan.schedule
+        for step in range(4):
+            batch = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            for trained, through in ((model, model), (reference, ddp)):
+                trained.zero_grad()
+                through(batch).square().mean().backward()
+            tolerance = 2e-2 if "bf16" in recipe else 1e-6
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance * 1e-2)
+        assert flow.plan.schedule == recipe.partition("+")[0]
+        flow.plan.check(flow.profile())
+        return flow.plan.digest

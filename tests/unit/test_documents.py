@@ -145,3 +145,17 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DocumentError, match="cannot make the run directory"):
         RunDirectory(tmp_path / "file" / "run").create()
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/", "/no/such/place/file.json"])
+def test_only_files_are_replaced(path: str) -> None:
+    before = os.stat(path).st_mode if os.path.exists(path) else None
+    with pytest.raises(DocumentError, match=path):
+        write_text(path, "text")
+    assert (os.stat(path).st_mode if os.path.exists(path) else None) == before
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"

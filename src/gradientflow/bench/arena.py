@@ -159,12 +159,20 @@ def _watch(
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             time.sleep(1.0)  # the others may say more
-            raise TrainingError(f"worker {failed[0]} failed ({_last_words(files[failed[0]])})", tuple(failed))
+            first = failed[0]
+            raise TrainingError(f"worker {first} {_end(codes[first] or 0, files[first])}", tuple(failed))
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > end_s:
             raise TrainingError(f"the workers did not end within {limit_s:.0f} s")
         time.sleep(0.05)
+
+
+def _end(code: int, log: Path) -> str:
+    if code < 0:
+        memory = ", which is also how a machine without memory ends it" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{memory}"
+    return f"failed ({_last_words(log)})"
 
 
 def _last_words(log: Path) -> str:

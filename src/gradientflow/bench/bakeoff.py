@@ -41,6 +41,7 @@ def check_memory(profile: Profile, num_methods: int, num_workers: int) -> None:
 def run_at(place: Arena, spec: Specification, follow: Callable[[Progress], None]) -> Results:
     """On workers that are started there."""
     check_memory(spec.profile, len(spec.methods), place.num_workers)
+    began = now()
     spec = spec.model_copy(update={"rate": place.rate, "interface": place.interface, "num_sharing": place.num_sharing})
 
     def follow_line(text: str) -> None:
@@ -57,23 +58,29 @@ def run_at(place: Arena, spec: Specification, follow: Callable[[Progress], None]
         path = Path(directory) / "specification.json"
         spec.write(path)
         start(place, "gradientflow.bench.worker", [str(path)], follow_line, most_s)
-        return _results(Findings.read(spec.findings), place.words, place.notes)
+        return _results(Findings.read(spec.findings), began, place.words, place.notes)
 
 
 def run_here(spec: Specification) -> Results | None:
     """In the world that the environment describes, of which this process is a rank; the results on rank 0."""
+    began = now()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    findings = bake(spec.model_copy(update={"interface": way_to_others(os.environ).interface, "num_sharing": here}))
-    rank, num_hosts = dist.get_rank(), dist.get_world_size() // here
+    check_memory(spec.profile, len(spec.methods), here)
+    # Of several workers on a host, a ring sends one's share over the host's port, the others' stays inside.
+    update = {"interface": way_to_others(os.environ).interface, "num_sharing": 1}
+    rank, num_hosts = dist.get_rank(), max(1, dist.get_world_size() // here)
+    if num_hosts == 1:
+        update["num_sharing"] = here
+    findings = bake(spec.model_copy(update=update), lambda progress: None)
     dist.barrier()
     dist.destroy_process_group()
     words = f"cluster, {num_hosts} hosts with {here} workers each" if num_hosts > 1 else "one machine, not shaped"
-    return _results(findings, words, ()) if rank == 0 else None
+    return _results(findings, began, words, ()) if rank == 0 else None
 
 
-def _results(found: Findings, place: str, notes: tuple[str, ...]) -> Results:
+def _results(found: Findings, began: str, place: str, notes: tuple[str, ...]) -> Results:
     if not found.results:
         raise TrainingError("; ".join(found.notes))
     machine = Machine(
@@ -86,7 +93,7 @@ def _results(found: Findings, place: str, notes: tuple[str, ...]) -> Results:
     return Results(
         machine=machine,
         command=shlex.join(["gradientflow", *sys.argv[1:]]),
-        started=now(),
+        started=began,
         place=place,
         network=found.network,
         notes=(*notes, *found.notes),

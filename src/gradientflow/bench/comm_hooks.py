@@ -32,12 +32,12 @@ def all_reduce_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Fut
     return future
 
 
-def watched(hook: Hook, messages: list[Span]) -> Hook:
-    """`hook`, and a note of when its messages began and ended."""
+def watched(hook: Hook, messages: list[Span], sent: bool) -> Hook:
+    """`hook`, and a note of when its messages began and ended, and of their size if they are `sent` as they are."""
 
     def watching(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         start_s = time.perf_counter()
-        label, details = f"bucket {bucket.index()}", {"nbytes": float(bucket.buffer().nbytes)}
+        label, details = f"bucket {bucket.index()}", {"nbytes": float(bucket.buffer().nbytes)} if sent else {}
 
         def done(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             messages.append(Span("message", label, "buckets", start_s, time.perf_counter(), 0, details))

@@ -28,6 +28,8 @@ from gradientflow.trace import Span
 #: Bucket sizes that `ddp-best` chooses from, in MB as DDP counts them.
 BUCKETS_MB = (1, 5, 25, 100)
 POWERSGD_RANK = 1
+#: Steps in which torch's PowerSGD hook does not compress yet; it wants two at least.
+POWERSGD_START = 2
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _hooked(
 
     def watch(module: nn.Module, messages: list[Span]) -> nn.Module:
         ddp = plain(module)
-        ddp.register_comm_hook(state(), watched(hook or all_reduce_hook, messages))
+        ddp.register_comm_hook(state(), watched(hook or all_reduce_hook, messages, sent=hook is None))
         return ddp
 
     return Method(name, wrap, payload, watch)
@@ -142,7 +144,9 @@ def _half(profile: Profile) -> float:
 
 
 def _powersgd_state() -> object:
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
+    )
 
 
 def _low_rank(profile: Profile) -> float:
@@ -152,7 +156,8 @@ def _low_rank(profile: Profile) -> float:
         rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         columns = tensor.numel // max(1, rows)
         small = (rows + columns) * POWERSGD_RANK
-        nbytes += 4 * (small if len(tensor.shape) > 1 and 2 * small < tensor.numel else tensor.numel)
+        shrinks = len(tensor.shape) > 1 and 2 * small < tensor.numel
+        nbytes += tensor.torch_dtype.itemsize * (small if shrinks else tensor.numel)
     return float(nbytes)
 
 

@@ -18,6 +18,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradientflow.bench.arena import die_with_parent
-from gradientflow.bench.methods import BUCKETS_MB, Method, method, stock_ddp, without_number
+from gradientflow.bench.methods import BUCKETS_MB, POWERSGD_START, Method, method, stock_ddp, without_number
 from gradientflow.bench.results import Ratio, Result, Spread, Timeline
 from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage, way_to_others
 from gradientflow.cost.evaluate import limit_s
@@ -41,7 +42,8 @@ from gradientflow.trace import MAIN, Span, Trace, aligned
 
 TIMEOUT_S = 300.0
 PROBE_S = 8.0
-WARM_UP_ITERATIONS = 2
+#: DDP lays its buckets out anew after the first, and a hook may begin later.
+WARM_UP_ITERATIONS = POWERSGD_START + 2
 MIN_ROUNDS = 9
 PILOT_ROUNDS = 3
 CPU_BOUND = 0.85
@@ -95,8 +97,8 @@ class _Block(Record):
 
 
 class Bakeoff:
-    def __init__(self, spec: Specification) -> None:
-        self._spec = spec
+    def __init__(self, spec: Specification, tell: Callable[[Progress], None]) -> None:
+        self._spec, self._tell = spec, tell
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         profile = _slowed(spec.profile, spec.slowdown.get(self._rank, 1.0))
         self._module = Replay(profile, seed=self._rank, lend=False)
@@ -202,12 +204,13 @@ class Bakeoff:
         enough = [rounds >= MIN_ROUNDS and widest <= self._spec.precision]
         dist.broadcast_object_list(enough, src=0)
         total = rounds if enough[0] else max(MIN_ROUNDS, self._spec.max_rounds)
-        self._say(rounds, total, f"round {rounds}, widest interval +-{100 * widest:.1f} %")
+        width = f", widest interval +-{100 * widest:.1f} %" if rounds > 1 else ""
+        self._say(rounds, total, f"round {rounds}{width}")
         return bool(enough[0])
 
     def _say(self, done: int, total: int, words: str) -> None:
         if self._rank == 0:
-            print(Progress(done=done, total=total, words=words).model_dump_json(), flush=True)
+            self._tell(Progress(done=done, total=total, words=words))
 
     def _base(self) -> str:
         return next((name for name in self._spec.methods if name.startswith("ddp")), self._spec.methods[0])
@@ -247,7 +250,7 @@ class Bakeoff:
             speedup=self._world * compute_s / iteration_s,
             compute_s=compute_s,
             wire_bound_s=must_send / self._bytes_per_s(),
-            limit_s=limit_s(timed(spec.profile, compute_s), must_send, self._bytes_per_s()),
+            limit_s=max(compute_s, limit_s(_as_measured(spec.profile, compute_s), must_send, self._bytes_per_s())),
             exposed_s=iteration_s - compute_s,
             bytes_sent=sent,
             must_send=must_send,
@@ -268,7 +271,7 @@ class Bakeoff:
         if watch is not None:
             self._unwrap(name)
             self._models[name] = watch(self._module, messages)
-            self._block(name, 2)  # buckets are laid out anew after the first
+            self._block(name, WARM_UP_ITERATIONS)
             messages.clear()
         model = self._models[name]
         for other in self._models.values():
@@ -314,6 +317,11 @@ class Bakeoff:
         ]
 
 
+def _as_measured(profile: Profile, compute_s: float) -> Profile:
+    """Its seconds stretched to those that were measured, the optimizer's included; one without any stays so."""
+    return timed(profile, compute_s) if profile.forward_s + profile.backward_s else profile
+
+
 def _as_step_0(trace: Trace) -> Trace:
     return trace._replace(spans=tuple(span._replace(step=0) for span in trace.spans))
 
@@ -326,9 +334,9 @@ def _slowed(profile: Profile, factor: float) -> Profile:
     return profile if factor == 1.0 else timed(profile, factor * (profile.forward_s + profile.backward_s))
 
 
-def bake(spec: Specification) -> Findings:
-    """On every rank of an initialised group."""
-    return Bakeoff(spec).run()
+def bake(spec: Specification, tell: Callable[[Progress], None]) -> Findings:
+    """On every rank of an initialised group. Rank 0 tells how it goes."""
+    return Bakeoff(spec, tell).run()
 
 
 def main() -> None:
@@ -336,7 +344,7 @@ def main() -> None:
     spec = parse_json(Specification, Path(sys.argv[1]).read_text(), sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    findings = bake(spec)
+    findings = bake(spec, lambda progress: print(progress.model_dump_json(), flush=True))
     if dist.get_rank() == 0:
         findings.write(spec.findings)
     dist.barrier()

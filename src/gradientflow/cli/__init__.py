@@ -38,6 +38,10 @@ app.command()(profile)
 app.command()(report)
 
 
+#: click's UsageError, which some versions of typer carry inside.
+_WrongUse: type[Exception] = typer.BadParameter.__mro__[1]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"gradientflow {__version__}")
@@ -56,7 +60,12 @@ def _options(
 def main() -> None:
     """The console script."""
     try:
-        app()
+        # Not standalone: wrong options are one line too, not a box.
+        sys.exit(app(standalone_mode=False) or 0)
+    except _WrongUse as error:
+        words: str = error.format_message()  # type: ignore[attr-defined]
+        print(words, file=sys.stderr) if "\n" in words else complain(words)  # help, where no command was given
+        sys.exit(2)
     except UserError as error:
         complain(str(error))
         sys.exit(2)

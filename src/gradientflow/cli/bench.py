@@ -53,6 +53,7 @@ def bench(
 ) -> None:
     """Measure methods of exchanging gradients, interleaved in one run, against stock DDP and against the limit."""
     from gradientflow.bench.worker import MIN_ROUNDS, Specification
+    from gradientflow.documents import check_writable
     from gradientflow.lab import parse_rate
     from gradientflow.lab.workloads import usual_batch
 
@@ -68,8 +69,8 @@ def bench(
     bits_per_s = parse_rate(rate or ("unshaped" if in_a_world or loopback else DEFAULT_RATE))
     if loopback and bits_per_s is not None:
         raise UsageError("--loopback has no --rate: leave one of them out")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError(f"{out.absolute().parent} is no directory: choose another --out")
+    if out is not None:
+        check_writable(out)
     profile = _profile(workload, world, bits_per_s, compute, compute_ratio, device, batch, scale)
     spec = Specification(
         workload=workload,
@@ -97,9 +98,10 @@ def bench(
         check_memory(profile, len(names), world)
         with stoppable(), arena(world, bits_per_s, shaped=not loopback) as place, progress_bar() as follow:
             results = run_at(place, spec, follow)
+    _show(results)
     if out is not None:
         results.write(out)
-    _show(results, out)
+        print(f"\nResults: {out}\nA page: gradientflow report {out}")
 
 
 def check_methods(text: str) -> tuple[str, ...]:
@@ -126,6 +128,7 @@ def _profile(
     scale: float,
 ) -> Profile:
     from gradientflow.lab.limits import goodput
+    from gradientflow.lab.replay import check_replayable
     from gradientflow.lab.workloads import load
 
     is_file = workload.endswith(".json")
@@ -136,7 +139,7 @@ def _profile(
         wire_s = 2 * (world - 1) / world * load(workload, scale=scale).nbytes * 8 / goodput(rate)
     elif compute is None and device is None and not is_file:
         compute = DEFAULT_COMPUTE_S
-    return load(
+    profile = load(
         workload,
         compute_s=compute,
         compute_ratio=compute_ratio,
@@ -145,6 +148,8 @@ def _profile(
         batch=None if is_file else batch,
         scale=scale,
     )
+    check_replayable(profile)
+    return profile
 
 
 def _slowdown(given: list[str], world: int) -> dict[int, float]:
@@ -178,15 +183,13 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
         yield follow
 
 
-def _show(results: Results, out: Path | None) -> None:
+def _show(results: Results) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 140  # a table that is cut to a pipe's 80 columns cannot be read
     show_results(console, results)
-    if out is not None:
-        console.print(f"\nResults: {out}\nA page: gradientflow report {out}", soft_wrap=True)
 
 
 def show_results(console: Console, results: Results) -> None:

@@ -23,12 +23,12 @@ def probe(
     from gradientflow.bench.arena import arena, start
     from gradientflow.bench.prober import measure_here
     from gradientflow.cli.bench import HOSTS
+    from gradientflow.documents import check_writable
     from gradientflow.lab import parse_rate
     from gradientflow.network import Network
     from gradientflow.probe import osu_table
 
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"{out.absolute().parent} is no directory: choose another --out")
+    check_writable(out)
     if hosts not in HOSTS:
         raise UsageError(f"--hosts must be from {HOSTS[0]} to {HOSTS[-1]}, found {hosts}")
     bits_per_s = parse_rate(rate)

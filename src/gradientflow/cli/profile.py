@@ -27,10 +27,11 @@ def profile(
     out: Annotated[Path, typer.Option(help="Where to write it.")] = Path("profile.json"),
 ) -> None:
     """Measure a real model's forward and backward pass, tensor by tensor."""
+    from gradientflow.documents import check_writable
+
     if steps < 1:
         raise UsageError(f"--steps must be 1 or more, found {steps}")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"{out.absolute().parent} is no directory: choose another --out")
+    check_writable(out)
     model, batch, loss = _made_by(_function(target), target)
     from gradientflow.lab.measure import profile as measure
 

@@ -28,6 +28,21 @@ from gradientflow.profiles import Profile, TensorProfile
 GRAIN_S = 200e-6
 
 
+#: What optimizers and collectives take.
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_replayable(profile: Profile) -> None:
+    """Raise `UsageError` unless there can be a model of this profile; takes no memory to speak of."""
+    if not profile.numel:
+        raise UsageError("the profile has no elements at all, so there is nothing to exchange")
+    for tensor in profile.tensors:
+        if tensor.dtype not in DTYPES:
+            raise UsageError(f"tensor {tensor.name!r} is {tensor.dtype}: a replay takes {', '.join(DTYPES)}")
+    small = tuple(tensor.model_copy(update={"shape": (1,)}) for tensor in profile.tensors)
+    Replay(profile.model_copy(update={"tensors": small}))
+
+
 class Pace:
     """Sleeps off what it is told, and remembers what it owes.
 

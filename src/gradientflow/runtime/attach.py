@@ -131,7 +131,7 @@ def open_flow(
             chosen,
             plan,
             options,
-            observe=profile is None,
+            observe=profile is None or chosen.needs_cost,
             run_directory=_run_directory(settings, chosen, exchange),
         )
     except BaseException as error:

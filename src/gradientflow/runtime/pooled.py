@@ -22,6 +22,7 @@ from gradientflow.runtime.fingerprint import compare, describe_plan, describe_te
 from gradientflow.runtime.flow import ArrivalHook, Flow, Memory, trainable
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.pool import Pool
+from gradientflow.runtime.pricing import measure_cost
 from gradientflow.runtime.pump import Pump
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.runtime.streams import streams_for
@@ -187,13 +188,17 @@ class PooledFlow(Flow):
     def _agree_on_observed_plan(self) -> None:
         """Collective, at the end of the first exchanged backward pass, when every rank is here."""
         self._observing = False
-        text = self._exchange.control.from_rank_0(self.profile().model_dump_json(), "hear rank 0's profile")
-        observed = parse_json(Profile, text, "rank 0's profile")
-        plan = self.recipe.plan(observed, self._exchange.num_lanes)
-        compare(self._exchange.control, describe_plan(plan))
+        exchange, observed = self._exchange, self.profile()
+        device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
+        cost = measure_cost(exchange, self._codec, device, self._step) if self.recipe.needs_cost else None
+        # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair.
+        own = self.recipe.plan(observed, exchange.num_lanes, cost).model_dump_json() if exchange.rank == 0 else ""
+        plan = parse_json(Plan, exchange.control.from_rank_0(own, "hear rank 0's plan"), "rank 0's plan")
+        plan.check(observed)
+        compare(exchange.control, describe_plan(plan))
         if plan != self._plan_now:
             self._next_plan = plan
-        if self._run_directory is not None and self._exchange.global_rank == 0:
+        if self._run_directory is not None and exchange.global_rank == 0:
             self._run_directory.write_plan(observed, plan)
 
     # - A step
