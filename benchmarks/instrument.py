@@ -3,10 +3,11 @@
     python benchmarks/instrument.py links --out FILE.json      the probe against a plain socket, in turn
     python benchmarks/instrument.py same --out FILE.json       DDP against DDP: is their ratio 1.00?
 
-`links`: two hosts of a lab at 100 Mbit/s, at 1 Gbit/s and as fast as the machine is. A plain socket sends for some
-seconds and the receiver counts; then the probe measures the same link, by a plain stream and over Gloo; and again. The
-figures are ratios to the socket, in pairs. Each host has a core of its own: on links that are not held to a rate,
-speed is that of a core's copies, and doubles or halves with where the scheduler puts the two ends.
+`links`: two hosts of a lab at 100 Mbit/s, at 1 Gbit/s and as fast as the machine is, a process on each. In turn, a
+plain socket sends for some seconds and the receiver counts, and the probe measures the same link, by its own stream
+and over Gloo. The figures are ratios to the socket, in pairs. Each host has a core of its own, and socket and probe
+share processes: on links that are not held to a rate, speed is that of memory copies, and changes by a factor of two
+with where the scheduler puts the two ends and what else a process has done.
 
 `same`: a replayed ResNet-50 on four hosts at 1 Gbit/s, stock DDP twice in one bake-off, and the bytes that went
 through the ports against 2 (n - 1) / n of the gradients.
@@ -17,39 +18,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradientflow.bench.arena import LabArena, start
+import torch
+import torch.distributed as dist
+
 from gradientflow.lab import Lab, check_rate, format_rate, parse_rate
-from gradientflow.network import Network
+from gradientflow.probe import measure_network
 
 RATES = ("100Mbit", "1Gbit", "unshaped")
-
-LISTEN = """
-import socket, sys, time
-with socket.create_server((sys.argv[1], 7000)) as server:
-    print(flush=True)
-    connection, _ = server.accept()
-buffer, received, first_s = bytearray(2**20), 0, 0.0
-while number := connection.recv_into(buffer):
-    now_s = time.perf_counter()
-    if not first_s and received > 2**20:  # what a full bucket let through at once does not count
-        first_s, received = now_s, 0
-    received += number
-print(8 * received / (now_s - first_s))
-"""
-SEND = """
-import socket, sys, time
-connection = socket.create_connection((sys.argv[1], 7000))
-block, end_s = bytes(2**20), time.monotonic() + float(sys.argv[2])
-while time.monotonic() < end_s:
-    connection.sendall(block)
-"""
+PORT = 7000
+TRANSFER_S = 2.0
+PROBE_S = 10.0
 
 
 class Pinned(Lab):
@@ -59,24 +46,53 @@ class Pinned(Lab):
         return super().command(host, ["taskset", "-c", str(host % (os.cpu_count() or 1)), *argv])
 
 
-def socket_rate(lab: Lab, seconds: float) -> float:
-    """Bits a second of payload that host 1 received from host 0."""
-    address = lab.hosts[1].address
-    with lab.popen(1, [sys.executable, "-c", LISTEN, address], stdout=subprocess.PIPE, text=True) as listener:
-        assert listener.stdout is not None
-        listener.stdout.readline()
-        with lab.popen(0, [sys.executable, "-c", SEND, address, str(seconds)]) as sender:
-            sender.wait(60)
-        return float(listener.communicate(timeout=60)[0])
+# - In the two processes
 
 
-def probe_rates(place: LabArena) -> tuple[float, float]:
-    """By a plain stream, and over Gloo."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "network.json"
-        start(place, "gradientflow.bench.prober", [str(path)], lambda line: None, 120.0)
-        network = Network.read(path)
-    return network.of("tcp")[0].rate_bits_s, network.of("p2p")[0].rate_bits_s
+def pair(address: str, times: int) -> list[tuple[float, float, float]]:
+    """Bits a second by a socket, by the probe's stream, and by the probe over Gloo."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found = []
+    for _ in range(times):
+        plain = transfer(address)
+        network = measure_network(budget_s=PROBE_S, address=address)
+        found.append((plain, network.of("tcp")[0].rate_bits_s, network.of("p2p")[0].rate_bits_s))
+    dist.destroy_process_group()
+    return found
+
+
+def transfer(address: str) -> float:
+    """From rank 0 to rank 1, whose address it is: bits a second that arrived after the first quarter, on both."""
+    rate = torch.zeros(1, dtype=torch.float64)
+    if dist.get_rank() == 1:
+        with socket.create_server((address, PORT)) as server:
+            dist.barrier()
+            connection, _ = server.accept()
+        with connection:
+            rate[0] = _received(connection)
+    else:
+        dist.barrier()
+        with socket.create_connection((address, PORT)) as connection:
+            block, end_s = bytes(2**20), time.monotonic() + TRANSFER_S
+            while time.monotonic() < end_s:
+                connection.sendall(block)
+    dist.broadcast(rate, 1)
+    return float(rate)
+
+
+def _received(connection: socket.socket) -> float:
+    buffer, nbytes = bytearray(2**20), 0
+    start_s = counted_s = now_s = time.perf_counter()
+    while number := connection.recv_into(buffer):
+        now_s = time.perf_counter()
+        nbytes += number
+        if counted_s == start_s and now_s - start_s > TRANSFER_S / 4:
+            counted_s, nbytes = now_s, 0
+    return 8 * nbytes / (now_s - counted_s)
+
+
+# - Around them
 
 
 def links(times: int) -> dict[str, object]:
@@ -86,7 +102,7 @@ def links(times: int) -> dict[str, object]:
         with Pinned(2, rate) as lab:
             if rate is not None:
                 check_rate(lab)
-            triples = [(socket_rate(lab, 3.0), *probe_rates(LabArena(lab, rate))) for _ in range(times)]
+            triples = _run_pair(lab, times)
         sockets, streams, over_gloo = zip(*triples, strict=True)
         found[text] = {"socket_bits_s": sockets, "stream_bits_s": streams, "gloo_bits_s": over_gloo}
         plain = format_rate(float(f"{statistics.median(sockets):.4g}"))
@@ -96,6 +112,17 @@ def links(times: int) -> dict[str, object]:
             print(f"   {name} {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})", end="")
         print(flush=True)
     return found
+
+
+def _run_pair(lab: Lab, times: int) -> list[tuple[float, float, float]]:
+    argv = [sys.executable, __file__, "pair", "--times", str(times), "--address", lab.hosts[1].address]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": "29500"}
+    with (
+        lab.popen(1, argv, env={**os.environ, **world, "RANK": "1"}, stdout=subprocess.DEVNULL),
+        lab.popen(0, argv, env={**os.environ, **world, "RANK": "0"}, stdout=subprocess.PIPE, text=True) as first,
+    ):
+        triples: list[tuple[float, float, float]] = json.loads(first.communicate(timeout=60 * times)[0])
+    return triples
 
 
 def same(workload: str, compute_s: float) -> dict[str, object]:
@@ -120,12 +147,16 @@ def same(workload: str, compute_s: float) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("links", "same"))
+    parser.add_argument("what", choices=("links", "same", "pair"), help="pair is what links runs on its hosts")
     parser.add_argument("--times", type=int, default=5, help="links: pairs of measurements at each rate")
+    parser.add_argument("--address", help="pair: of the host that receives")
     parser.add_argument("--workload", default="resnet-50", help="same: what is replayed")
     parser.add_argument("--compute", type=float, default=1.2, help="same: seconds an iteration computes")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     given = parser.parse_args()
+    if given.what == "pair":
+        print(json.dumps(pair(given.address, given.times)))
+        return
     found = links(given.times) if given.what == "links" else same(given.workload, given.compute)
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
