@@ -90,18 +90,15 @@ def _address_of(any_socket: socket.socket, interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def forget_peak_memory() -> bool:
-    """From now on `peak_memory` is that of the time after; False where the kernel does not allow it.
+def forget_peak_memory() -> None:
+    """From now on `peak_memory` is that of the time after, where the kernel allows it.
 
     What was freed is given back first: glibc keeps up to 32 MB blocks, such as buckets of a wrapper that is gone."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def peak_memory() -> int:

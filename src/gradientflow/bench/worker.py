@@ -161,9 +161,7 @@ class Bakeoff:
         return most
 
     def _block(self, name: str, iterations: int) -> _Block:
-        for other in self._models.values():
-            if isinstance(other, DistributedDataParallel):
-                other.flow.exchanging = False  # until its own forward pass says so
+        self._disarm()
         model = self._models[name]
         dist.barrier()
         start_s, before = time.perf_counter(), self._usage()
@@ -179,6 +177,12 @@ class Bakeoff:
             sent_nbytes=used.sent_nbytes / self._spec.num_sharing / iterations,
             busy_share=used.busy_s / used.total_s if used.total_s else 0.0,
         )
+
+    def _disarm(self) -> None:
+        """No wrapper of ours exchanges until its own forward pass says so: it may be the turn of compute alone."""
+        for model in self._models.values():
+            if isinstance(model, DistributedDataParallel):
+                model.flow.exchanging = False
 
     def _usage(self) -> Usage:
         return usage(self._spec.interface)
@@ -274,9 +278,7 @@ class Bakeoff:
             self._block(name, WARM_UP_ITERATIONS)
             messages.clear()
         model = self._models[name]
-        for other in self._models.values():
-            if isinstance(other, DistributedDataParallel):
-                other.flow.exchanging = False
+        self._disarm()
         dist.barrier()
         work = self._watched_iteration(model)
         if isinstance(model, DistributedDataParallel):
