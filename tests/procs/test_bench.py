@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from gradientflow.cli import main
 from gradientflow.errors import TrainingError
 from gradientflow.lab import Lab
 from gradientflow.lab.workloads import workload
+from gradientflow.trace import MAIN, Span
 
 #: Whole runs start many processes; on busy cores that alone takes a minute.
 pytestmark = pytest.mark.timeout(300)
@@ -178,11 +180,18 @@ def test_methods_side_by_side_on_links_of_a_known_rate(tmp_path: Path) -> None:
         for line in lines:
             kinds = {span.kind for span in line.spans}
             assert {"forward", "backward", "exposed", "message"} <= kinds, (name, kinds)
-            assert all(-1.0 < span.start_s <= span.end_s < 60.0 for span in line.spans)
+            assert all(-1.0 < span.start_s < span.end_s < 60.0 for span in line.spans)
+            _check_one_thing_at_a_time([span for span in line.spans if span.track == MAIN])
     assert rows["bsp+bf16"].must_send == rows["ddp"].must_send / 2
     assert results.network is not None and results.network.of("all_reduce")
     results.write(tmp_path / "results.json")
     assert Results.read(tmp_path / "results.json") == results
+
+
+def _check_one_thing_at_a_time(work: list[Span]) -> None:
+    ordered = sorted(work, key=lambda span: span.start_s)
+    for one, other in itertools.pairwise(ordered):
+        assert one.end_s <= other.start_s + 1e-9, (one, other)
 
 
 @pytest.mark.slow
