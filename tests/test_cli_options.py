@@ -35,6 +35,7 @@ OPTIONS = {
         "--device",
         "--hosts",
         "--iterations",
+        "--jitter",
         "--loopback",
         "--max-rounds",
         "--methods",

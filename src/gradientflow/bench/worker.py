@@ -29,14 +29,14 @@ from torch import nn
 
 from gradientflow.bench.arena import die_with_parent
 from gradientflow.bench.methods import BUCKETS_MB, POWERSGD_START, Method, method, stock_ddp, without_number
-from gradientflow.bench.results import Ratio, Result, Spread, Timeline
+from gradientflow.bench.results import Conditions, Ratio, Result, Spread, Timeline
 from gradientflow.bench.timelines import NOTED_BY_FLOWS, Phase, extent, timelines, watched, within, without
 from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage, way_to_others
 from gradientflow.cost.evaluate import limit_s
 from gradientflow.documents import Document, Record, parse_json
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab.limits import goodput
-from gradientflow.lab.replay import Replay
+from gradientflow.lab.replay import Jitter, Replay
 from gradientflow.lab.workloads import timed
 from gradientflow.network import Network
 from gradientflow.probe import measure_network
@@ -74,8 +74,7 @@ class Specification(Document):
     batch: int
     #: What the probe before may take.
     probe_s: float = PROBE_S
-    #: By rank: how many times longer its computing takes.
-    slowdown: dict[int, float] = {}  # noqa: RUF012 - pydantic copies it
+    conditions: Conditions = Conditions()
     findings: str
 
 
@@ -106,8 +105,9 @@ class Bakeoff:
     def __init__(self, spec: Specification, tell: Callable[[Progress], None]) -> None:
         self._spec, self._tell = spec, tell
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        profile = _slowed(spec.profile, spec.slowdown.get(self._rank, 1.0))
-        self._module = Replay(profile, seed=self._rank, lend=False)
+        profile = _slowed(spec.profile, spec.conditions.slowdown.get(self._rank, 1.0))
+        self._jitter = Jitter(spec.conditions.jitter, seed=self._rank)
+        self._module = Replay(profile, seed=self._rank, lend=False, jitter=self._jitter)
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3, momentum=0.9)
         self._models: dict[str, nn.Module] = {}
         self._methods: dict[str, Method] = {}
@@ -129,7 +129,7 @@ class Bakeoff:
         for number in range(self._spec.max_rounds):
             # By the number alone: all ranks draw the same.
             for name in random.Random(number).sample(names, len(names)):
-                self._blocks[name].append(self._block(name, self._spec.iterations))
+                self._blocks[name].append(self._block(name, self._spec.iterations, number))
             if self._agreed_enough(number + 1):
                 break
         results = [self._result(name) for name in names]
@@ -166,7 +166,9 @@ class Bakeoff:
         self._unwrap(name)
         return most
 
-    def _block(self, name: str, iterations: int) -> _Block:
+    def _block(self, name: str, iterations: int, number: int = 0) -> _Block:
+        """number: of the round, in which all methods meet the same jitter."""
+        self._jitter.restart(number)
         self._disarm()
         model = self._models[name]
         dist.barrier()
@@ -215,7 +217,9 @@ class Bakeoff:
             self._methods[pilot] = stock_ddp(bucket_mb)
             self._wrap(pilot)
             self._block(pilot, WARM_UP_ITERATIONS)
-            medians[bucket_mb] = statistics.median(self._block(pilot, 2).seconds for _ in range(PILOT_ROUNDS))
+            medians[bucket_mb] = statistics.median(
+                self._block(pilot, 2, number).seconds for number in range(PILOT_ROUNDS)
+            )
             self._unwrap(pilot)
         chosen = [min(medians, key=lambda bucket_mb: medians[bucket_mb])]
         dist.broadcast_object_list(chosen, src=0)

@@ -81,7 +81,7 @@ def _page(results: Results) -> Page:
     num_methods = len([row for row in rows if row.method != "compute"])
     page = Page(
         f"{first.workload}: {count(num_methods, 'method')} on {count(first.hosts, 'worker')}",
-        f"{results.place}; {results.started}",
+        "; ".join([results.place, *results.conditions.words, results.started]),
     )
     page.add(notes([*results.notes, *_warnings(rows)]))
     page.section(
@@ -261,6 +261,7 @@ def _add_origin(page: Page, results: Results) -> None:
                 ("machine", f"{machine.platform}, {machine.cores} cores"),
                 ("versions", f"gradientflow {machine.gradientflow}, torch {machine.torch}, Python {machine.python}"),
                 ("where", results.place),
+                ("conditions", ", ".join(results.conditions.words) or "as the workload says"),
                 ("started", results.started),
                 ("blocks", ", ".join(f"{row.method} {row.iteration_s.n}" for row in results.results)),
             ]
