@@ -30,6 +30,7 @@ OPTIONS = {
     },
     "bench": {
         "--batch",
+        "--clip",
         "--compute",
         "--compute-ratio",
         "--device",

@@ -54,6 +54,8 @@ pytestmark = pytest.mark.timeout(300)
         (["--workload", "resnet-50", "--jitter", "0.6"], "--jitter 0.6"),
         (["--workload", "resnet-50", "--jitter", "-0.1"], "--jitter -0.1"),
         (["--workload", "resnet-50", "--jitter", "nan"], "--jitter nan"),
+        (["--workload", "resnet-50", "--clip", "0"], "--clip 0"),
+        (["--workload", "resnet-50", "--clip", "nan"], "--clip nan"),
         (["--workload", "resnet-50", "--loopback", "--rate", "1Gbit"], "leave one of them out"),
         (["--workload", "resnet-50", "--loopback", "--compute-ratio", "1"], "give a --rate"),
         (["--workload", "bert-large", "--hosts", "64"], "--scale"),
@@ -202,17 +204,19 @@ def test_the_command_on_the_loopback(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     arguments = ["--workload", "alexnet", "--scale", "0.002", "--compute", "0.02", "--hosts", "2", "--loopback"]
     arguments += ["--methods", "ddp,lazy", "--iterations", "9", "--max-rounds", "9", "--straggler", "1:3"]
-    arguments += ["--jitter", "0.1"]
+    arguments += ["--jitter", "0.1", "--clip", "0.5"]
     done = subprocess.run(
         [sys.executable, "-m", "gradientflow", "bench", *arguments, "--out", str(file)],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "not shaped" in done.stdout and "lazy" in done.stdout
-    assert "rank 1 computes 3 times as long; computing jitters by 10 %" in done.stdout
+    assert (
+        "rank 1 computes 3 times as long; computing jitters by 10 %; gradients clipped to a norm of 0.5" in done.stdout
+    )
     document = json.loads(file.read_text())
     assert document["version"] == 1 and {"cores", "torch"} <= document["machine"].keys()
-    assert document["conditions"] == {"slowdown": {"1": 3.0}, "jitter": 0.1}
+    assert document["conditions"] == {"slowdown": {"1": 3.0}, "jitter": 0.1, "clip_norm": 0.5}
     compute, ddp, lazy = document["results"]
     assert compute["compute_s"] > 0.05  # the straggler's
     assert {"low", "median", "high"} == set(lazy["ratio_to"]["ddp"]) and ddp["rate"] is None

@@ -55,16 +55,20 @@ class Conditions(Record):
     slowdown: dict[int, float] = {}  # noqa: RUF012 - pydantic copies it
     #: Standard deviation of how long an iteration computes on a rank, as a share of the mean.
     jitter: float = 0.0
+    #: To which the norm of all gradients together is clipped between backward and step; None: it is not.
+    clip_norm: float | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
         """
-        >>> Conditions(slowdown={2: 1.5}, jitter=0.1).words
-        ('rank 2 computes 1.5 times as long', 'computing jitters by 10 %')
+        >>> Conditions(slowdown={2: 1.5}, jitter=0.1, clip_norm=1.0).words
+        ('rank 2 computes 1.5 times as long', 'computing jitters by 10 %', 'gradients clipped to a norm of 1')
         """
         found = [f"rank {rank} computes {factor:g} times as long" for rank, factor in sorted(self.slowdown.items())]
         if self.jitter:
             found.append(f"computing jitters by {100 * self.jitter:g} %")
+        if self.clip_norm is not None:
+            found.append(f"gradients clipped to a norm of {self.clip_norm:g}")
         return tuple(found)
 
 

@@ -193,6 +193,8 @@ class Bakeoff:
         with phase("backward"):
             loss.backward()
         with phase("optimizer"):
+            if self._spec.conditions.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self._module.parameters(), self._spec.conditions.clip_norm)
             self._optimizer.step()
 
     def _finish(self, model: nn.Module) -> None:

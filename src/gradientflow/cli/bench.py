@@ -49,6 +49,7 @@ def bench(
     scale: Annotated[float, typer.Option(help="Shrink the model, its distribution of sizes kept.")] = 1.0,
     straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, its computing takes longer.")] = None,
     jitter: Annotated[float, typer.Option(help="Computing varies from iteration to iteration, by this share.")] = 0.0,
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm before each step.")] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="No lab: this machine's loopback.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
 ) -> None:
@@ -74,6 +75,8 @@ def bench(
         raise UsageError("--loopback has no --rate: leave one of them out")
     if not 0.0 <= jitter <= Jitter.MOST:
         raise UsageError(f"--jitter {jitter:g}: give a share from 0 to {Jitter.MOST}")
+    if clip is not None and not 0.0 < clip < float("inf"):
+        raise UsageError(f"--clip {clip:g}: give a norm above 0")
     if out is not None:
         check_writable(out)
     profile = _profile(workload, world, bits_per_s, compute, compute_ratio, device, batch, scale)
@@ -88,7 +91,7 @@ def bench(
         max_rounds=max_rounds,
         precision=precision,
         batch=batch or (1 if workload.endswith(".json") else usual_batch(workload)),
-        conditions=Conditions(slowdown=_slowdown(straggler or [], world), jitter=jitter),
+        conditions=Conditions(slowdown=_slowdown(straggler or [], world), jitter=jitter, clip_norm=clip),
         findings="",
     )
     from gradientflow.bench.arena import arena
