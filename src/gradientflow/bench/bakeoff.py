@@ -83,15 +83,8 @@ def run_here(spec: Specification) -> Results | None:
 def _results(found: Findings, conditions: Conditions, began: str, place: str, notes: tuple[str, ...]) -> Results:
     if not found.results:
         raise TrainingError("; ".join(found.notes))
-    machine = Machine(
-        platform=platform.platform(),
-        cores=os.cpu_count() or 1,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        gradientflow=__version__,
-    )
     return Results(
-        machine=machine,
+        machine=this_machine(),
         command=shlex.join(["gradientflow", *sys.argv[1:]]),
         started=began,
         place=place,
@@ -100,4 +93,14 @@ def _results(found: Findings, conditions: Conditions, began: str, place: str, no
         notes=(*notes, *found.notes),
         results=found.results,
         timelines=found.timelines,
+    )
+
+
+def this_machine() -> Machine:
+    return Machine(
+        platform=platform.platform(),
+        cores=os.cpu_count() or 1,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        gradientflow=__version__,
     )

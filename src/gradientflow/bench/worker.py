@@ -20,7 +20,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -212,21 +212,18 @@ class Bakeoff:
         return usage(self._spec.interface)
 
     def _best_ddp(self, name: str) -> Method:
-        """The bucket size that is fastest in a pilot on rank 0's clock; it is measured anew afterwards."""
-        medians = {}
+        """With the bucket size that is fastest in a pilot; it is measured anew afterwards."""
+        seconds = {}
         for bucket_mb in BUCKETS_MB:
             pilot = f"pilot, {bucket_mb} MB"
             self._methods[pilot] = stock_ddp(bucket_mb)
             self._wrap(pilot)
             self._block(pilot, WARM_UP_ITERATIONS)
-            medians[bucket_mb] = statistics.median(
-                self._block(pilot, 2, number).seconds for number in range(PILOT_ROUNDS)
-            )
+            seconds[bucket_mb] = [self._block(pilot, 2, number).seconds for number in range(PILOT_ROUNDS)]
             self._unwrap(pilot)
-        chosen = [min(medians, key=lambda bucket_mb: medians[bucket_mb])]
-        dist.broadcast_object_list(chosen, src=0)
-        self._row_notes[name] = [f"buckets of {chosen[0]} MB"]
-        return stock_ddp(chosen[0], name)
+        chosen_mb = fastest(seconds)
+        self._row_notes[name] = [f"buckets of {chosen_mb} MB"]
+        return stock_ddp(chosen_mb, name)
 
     def _agreed_enough(self, rounds: int) -> bool:
         """Rank 0 decides for all."""
@@ -320,6 +317,13 @@ class Bakeoff:
         traces: list[Trace] = [mine] * self._world
         dist.all_gather_object(traces, mine)
         return timelines(name, traces)
+
+
+def fastest(seconds: Mapping[int, Sequence[float]]) -> int:
+    """The choice with the least median, on rank 0's clock. Collective."""
+    chosen = [min(seconds, key=lambda choice: statistics.median(seconds[choice]))]
+    dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
 
 
 def _as_measured(profile: Profile, compute_s: float) -> Profile:
