@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = mp.get_context("forkserver")
-# torch._dynamo: the first optimizer of a process loads it, for more than a second.
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "gradientflow.runtime.attach"])
+# torch._dynamo: the first optimizer of a process loads it, for more than a second. pytest: the test's own file does.
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.nn.parallel", "gradientflow.runtime.attach", "pytest"]
+)
 
 
 class RankFailed(AssertionError):
