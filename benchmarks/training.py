@@ -1,6 +1,6 @@
 """What a recipe gains in a training that really computes. In a lab, so as root or with user namespaces:
 
-    python benchmarks/training.py [--recipe lazy] [--rate 400Mbit] [--steps 200] [--out FILE.json]
+    python benchmarks/training.py [--recipe flow] [--rate 400Mbit] [--steps 200] [--out FILE.json]
 
 Two hosts, a worker on each with one core and one thread of its own, train a small transformer on the source of
 Python's standard library, byte by byte, with AdamW. Three copies of it start from the same weights, see the same
@@ -346,7 +346,7 @@ def show(results: Results) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="lazy", help="what is compared with DDP")
+    parser.add_argument("--recipe", default="flow", help="what is compared with DDP")
     parser.add_argument("--rate", help="of each link, such as 400Mbit; without it, chosen by what computing takes")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--block", type=int, default=20, help="steps of one training before it is another's turn")

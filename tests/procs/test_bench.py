@@ -160,7 +160,10 @@ def _spec(*methods: str) -> Specification:
 @pytest.mark.slow
 def test_methods_side_by_side_on_links_of_a_known_rate(tmp_path: Path) -> None:
     _possible()
-    spec, said = _spec("ddp", "ddp (2)", "ddp-best", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "lazy", "bsp+bf16"), []
+    spec, said = (
+        _spec("ddp", "ddp (2)", "ddp-best", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "lazy", "flow", "bsp+bf16"),
+        [],
+    )
     with Lab(2, RATE) as lab:
         # Not through `arena`, which would measure first what a busy machine carries.
         results = run_at(LabArena(lab, RATE), spec, said.append)
@@ -184,7 +187,8 @@ def test_methods_side_by_side_on_links_of_a_known_rate(tmp_path: Path) -> None:
         assert [line.rank for line in lines] == [0, 1]
         for line in lines:
             kinds = {span.kind for span in line.spans}
-            assert {"forward", "backward", "exposed", "message"} <= kinds, (name, kinds)
+            waited = {"update"} if name == "flow" else {"exposed"}  # a forward pass may need nothing that is late
+            assert {"forward", "backward", "message"} | waited <= kinds, (name, kinds)
             assert all(-1.0 < span.start_s < span.end_s < 60.0 for span in line.spans)
             _check_one_thing_at_a_time([span for span in line.spans if span.track == MAIN])
     assert rows["bsp+bf16"].must_send == rows["ddp"].must_send / 2

@@ -41,15 +41,14 @@ from gradientflow.lab.workloads import timed
 from gradientflow.network import Network
 from gradientflow.probe import measure_network
 from gradientflow.profiles import Profile
+from gradientflow.runtime.pooled import OBSERVED_STEPS
 from gradientflow.trace import Span, Trace
 
 TIMEOUT_S = 300.0
 PROBE_S = 8.0
-#: Iterations that a recipe which plans by measured costs measures in.
-OBSERVED_ITERATIONS = 3
 #: DDP lays its buckets out anew after the first, a hook or a plan may begin later, and begins with what lasts: threads,
 #: memory.
-WARM_UP_ITERATIONS = max(POWERSGD_START, OBSERVED_ITERATIONS) + 2
+WARM_UP_ITERATIONS = max(POWERSGD_START, OBSERVED_STEPS) + 2
 MIN_ROUNDS = 9
 PILOT_ROUNDS = 3
 CPU_BOUND = 0.85
