@@ -67,11 +67,24 @@ class Plan(Document):
     messages: tuple[Message, ...]
     #: What the gate waits for together, in forward order; none: gradients are final when backward returns.
     stages: tuple[tuple[str, ...], ...] = ()
+    #: What its planner had to say about it.
+    why: str = ""
 
     @property
     def digest(self) -> str:
         """Equal on two ranks exactly when both would send the same things in the same order."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """What is done and, if its planner said so, why and what it is expected to take."""
+        if self.why:
+            return self.why
+        num_cut = len([None for message in self.messages for _ in message.slices]) - len(self.layout)
+        gate = f"; the gate waits for {len(self.stages)} stages" if self.stages else ""
+        return (
+            f"{self.schedule}: {len(self.messages)} messages for {len(self.layout)} tensors on {self.num_lanes} "
+            f"lane{'s' * (self.num_lanes > 1)}, {max(0, num_cut)} cuts{gate}"
+        )
 
     @property
     def num_lanes(self) -> int:

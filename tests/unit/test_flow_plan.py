@@ -85,6 +85,8 @@ def test_seconds_of_each_are_the_costs_own(cost: Cost, sizes: list[int]) -> None
 class Doubling:
     """A cost that is neither line nor table."""
 
+    host_s = 0.0
+
     beta_s_per_byte = 2.0
 
     def seconds(self, nbytes: float) -> float:

@@ -6,7 +6,8 @@ tensor, and its lane carries messages in the plan's order, one at a time.
 
 [Note: shared link] Lanes share one link. A message first starts up, then its bytes are on the link: `beta *
 nbytes` seconds if it is alone there, k times as long while k lanes are. Start-ups overlap with everything.
-That is all that several lanes gain: what they hide is start-up, never bytes.
+That is all that several lanes gain: what they hide is start-up, never bytes. Nor do they hide what a message costs the
+training thread (`Cost.host_s`), which is added up.
 
 Without a gate everything has arrived when backward returns. With a gate the forward pass of a tensor waits
 only for the messages that hold part of it, so communication may fill the next forward pass too. Where the gate
@@ -112,6 +113,10 @@ def evaluate(profile: Profile, plan: Plan, cost: Cost, *, gated: bool = False, s
         if last_s > iteration_s:
             work.append(Work(kind="exposed", start_s=iteration_s, end_s=last_s))
             iteration_s = last_s
+    host_s = cost.host_s * sum(timing.nbytes > 0 for timing in carried)
+    if host_s:
+        work.append(Work(kind="exposed", start_s=iteration_s, end_s=iteration_s + host_s))
+        iteration_s += host_s
     return Evaluation(
         iteration_s=iteration_s,
         compute_s=profile.forward_s + backward_s,

@@ -32,6 +32,10 @@ class Cost(Protocol):
     def beta_s_per_byte(self) -> float:
         """How long a byte occupies the link; in the rest of a message's time the link is free for others."""
 
+    @property
+    def host_s(self) -> float:
+        """What each message costs the training thread, by itself or by what lanes take from it."""
+
     def seconds(self, nbytes: float) -> float:
         """From handing over a message of `nbytes` to having its result, alone on the network."""
 
@@ -45,6 +49,7 @@ class Line(Record):
 
     alpha_s: Seconds
     beta_s_per_byte: Seconds
+    host_s: Seconds = 0.0
 
     def seconds(self, nbytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * nbytes
@@ -97,6 +102,7 @@ class CostTable(Record):
     points: tuple[Point, ...] = Field(min_length=2)
     #: What software adds to each message beyond what was measured, such as handing it to a lane's thread.
     software_s: Seconds = 0.0
+    host_s: Seconds = 0.0
 
     @field_validator("points")
     @classmethod
@@ -147,6 +153,10 @@ class Steps:
     @property
     def beta_s_per_byte(self) -> float:
         return self.count * self.fraction * self.cost.beta_s_per_byte
+
+    @property
+    def host_s(self) -> float:
+        return self.count * self.cost.host_s
 
     def seconds(self, nbytes: float) -> float:
         return self.count * self.cost.seconds(nbytes * self.fraction)

@@ -19,12 +19,16 @@ REPEATS = 3
 def measure_cost(exchange: Native, codec: Codec, device: torch.device, step: int) -> Cost:
     """Seconds of one message by its size, as a gradient's bytes count. Collective; each rank's own clock."""
     buffer = torch.zeros(SIZES[-1] // 4, device=device)
-    points = []
+    points, hosts_s = [], []
     for nbytes in SIZES:
-        times_s = [_once(exchange, buffer[: nbytes // 4], step) for _ in range(1 + REPEATS)]
+        times_s = []
+        for _ in range(1 + REPEATS):
+            began_s = time.thread_time()
+            times_s.append(_once(exchange, buffer[: nbytes // 4], step))
+            hosts_s.append(time.thread_time() - began_s)
         points.append((nbytes, median(times_s[1:])))
-    numel = SIZES[-1] // 4
-    return Steps(CostTable(points=tuple(points)), 1, codec.traffic(numel, torch.float32).nbytes / SIZES[-1])
+    table = CostTable(points=tuple(points), host_s=median(hosts_s))
+    return Steps(table, 1, codec.traffic(SIZES[-1] // 4, torch.float32).nbytes / SIZES[-1])
 
 
 def _once(exchange: Native, values: torch.Tensor, step: int) -> float:

@@ -13,6 +13,7 @@ from gradientflow.cost.evaluate import Stages
 from gradientflow.cost.table import Cost
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
+from gradientflow.schedule.flow import explain
 from gradientflow.schedule.flow import flow as _flow
 from gradientflow.schedule.fusion import bsp, lazy, wfbp
 from gradientflow.schedule.merge import merge as _merge
@@ -40,7 +41,9 @@ def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
 
 
 def _flow_on(profile: Profile, argument: str, terms: Terms) -> Plan:
-    return _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
+    plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
+    why = explain(profile, plan, terms.cost, gated=terms.gated, stages=terms.stages)
+    return plan.model_copy(update={"why": why})
 
 
 #: Those that need to know more -> function of (profile, argument, terms).

@@ -228,12 +228,13 @@ class _Judge:
         spans = [(pool, *axes[pool].tensors_of(start, stop)) for pool, start, stop in ranges]
         messages = list(zip(sizes, costs_s, spans, strict=True))
         found = []
+        host_s = self.cost.host_s * len(ranges)
         for case in cases:
             jobs = [
                 Job(number % self.num_lanes, nbytes, case.ready_s[pool][last], case.link * start_s, case.link * wire_s)
                 for number, (nbytes, (start_s, wire_s), (pool, _, last)) in enumerate(messages)
             ]
-            found.append(case.moments.iteration_s(jobs, [case.follows_s(*span) for span in spans]))
+            found.append(host_s + case.moments.iteration_s(jobs, [case.follows_s(*span) for span in spans]))
         return found
 
 
