@@ -39,6 +39,7 @@ def test_a_flow_keeps_its_methods() -> None:
         "shadow_step",
         "follow_context",
         "look_again",
+        "catch_up",
     }
     assert promised <= set(dir(gf.Flow))
     public = {name for name in dir(gf.Flow) if not name.startswith("_")}

@@ -26,6 +26,7 @@ from gradientflow.runtime.options import NonFinite, Options
 from gradientflow.runtime.plain import PlainFlow
 from gradientflow.runtime.pooled import PooledFlow, in_order_of_registration
 from gradientflow.runtime.settings import RUN_ENV, SWITCH_ENV, Settings
+from gradientflow.runtime.shares import treats_parameters_one_by_one
 from gradientflow.runtime.sparse import sparse_names
 
 _log = logging.getLogger(__name__)
@@ -174,6 +175,10 @@ def _may_gate(
         why_not = "there is no optimizer to put off: give it"
     elif isinstance(optimizer, torch.optim.LBFGS):
         why_not = "LBFGS runs backward inside its step"
+    elif asked is None and not treats_parameters_one_by_one(optimizer):
+        why_not = (
+            f"whether {type(optimizer).__name__} can be run for some parameters at a time is yours to say, gate=True"
+        )
     elif options.master_weights:
         why_not = "master_weights=True rounds all copies after each step"
     elif options.nonfinite != "pass":
@@ -186,7 +191,7 @@ def _may_gate(
         why_not = "TorchScript uses parameters unseen"
     if why_not and asked:
         raise UsageError(f"gate=True, but {why_not}")
-    if why_not and optimizer is not None:
+    if why_not and optimizer is not None and dist.is_initialized() and dist.get_rank() == 0:
         _log.warning("recipe '%s' runs without a gate: %s", recipe, why_not)
     return not why_not
 

@@ -147,11 +147,10 @@ class Flow(ABC):
         self._observer = ForwardObserver(self._model, self._parameters)
         self._hold()
         self._handles += self._optimizers.watch(self._before_step, self._after_step)
+        if not self._options.forward_is_told or self._options.gate:
+            self._handles.append(self._model.register_forward_pre_hook(_uncompiled(self._before_forward)))
         if not self._options.forward_is_told:
-            self._handles += [
-                self._model.register_forward_pre_hook(_uncompiled(self._before_forward)),
-                self._model.register_forward_hook(_uncompiled(self._after_forward)),
-            ]
+            self._handles.append(self._model.register_forward_hook(_uncompiled(self._after_forward)))
         self._exchange.health.place = "between attach and the first forward pass"
         self._exchange.health.trainer = threading.get_ident()
         _open_flows.add(self)
@@ -196,9 +195,6 @@ class Flow(ABC):
     def _settle(self) -> None:  # noqa: B027
         """Every rank has finished the step: what has to be agreed on before the next may be done here."""
 
-    def _catch_up(self) -> None:  # noqa: B027
-        """Finish what was put off: gradients of the last exchange, updates by the last step."""
-
     def _num_calls_outside(self) -> int:
         """How often this rank has handed the exchange to code that is not ours, and got it back."""
         return 0
@@ -236,7 +232,7 @@ class Flow(ABC):
         """Return when every gradient of the last exchanged backward pass is the average over ranks and every step
         that was asked for is done."""
         self._check_whole()
-        self._catch_up()
+        self.catch_up()
 
     def trace(self) -> Trace:
         """What happened on this rank, up to the last 100,000 spans."""
@@ -284,7 +280,7 @@ class Flow(ABC):
             return
         try:
             if self._broken is None:
-                self._catch_up()
+                self.catch_up()
         finally:
             self._let_go()
 
@@ -374,6 +370,9 @@ class Flow(ABC):
         They are exchanged when it ends, all at once."""
         self._context.context = context
 
+    def catch_up(self) -> None:  # noqa: B027 - nothing, unless a way of travelling puts things off
+        """Finish what was put off: gradients of the last exchange, updates by the last step."""
+
     def look_again(self) -> None:
         """Parameters may have become others (a dtype): look at the next training forward pass, on all ranks."""
         self._stale = True
@@ -396,8 +395,13 @@ class Flow(ABC):
     # - Hooks
 
     def _before_forward(self, model: nn.Module, args: object) -> None:
-        if not (model.training and torch.is_grad_enabled()) or inside_backward():
-            return  # evaluation may happen on one rank only; recomputation is not a forward pass
+        if inside_backward():
+            return  # recomputation is not a forward pass
+        if not (model.training and torch.is_grad_enabled()):
+            self.catch_up()  # torch's layers have other paths for parameters that are not plain ones
+            return  # evaluation may happen on one rank only
+        if self._options.forward_is_told:
+            return
         self.begin_forward()
         if self.exchanging and self._options.broadcast_buffers:
             self.broadcast(list(model.buffers()), Moment.TRAINING)
@@ -414,7 +418,7 @@ class Flow(ABC):
     def _open(self) -> None:
         """Before a gradient is taken up, once a backward pass (again after an inner one has ended)."""
         self._check_unbroken()
-        self._catch_up()
+        self.catch_up()
         self._watching = True
         at_end_of_backward(self._backward_ended)
         if not self._opened_s:
@@ -577,7 +581,7 @@ class Flow(ABC):
         """Parameters that were frozen are trainable now, or have another dtype. Collective: it is so on all
         ranks, or raises."""
         self._stale = False
-        self._catch_up()
+        self.catch_up()
         self._take()
         with self._breaking():
             self._restart()

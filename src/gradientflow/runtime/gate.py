@@ -70,6 +70,7 @@ class Gate:
         self._messages_of: Sequence[Sequence[int]] = ()
         self._views: Sequence[torch.Tensor] = ()
         self._handles: list[RemovableHandle] = []
+        self._at_start: Callable[..., None] = lambda: None
         #: What `.grad` becomes when a gradient is on its way.
         self.handed: list[UnfinishedGradient] = []
 
@@ -91,9 +92,11 @@ class Gate:
         messages_of: Sequence[Sequence[int]],
         views: Sequence[torch.Tensor],
         doors: Sequence[tuple[nn.Module, Sequence[int]]],
+        at_start: Sequence[int],
     ) -> None:
         """New stages, by name and parameters; by parameter, its messages and its place in the pool. Before a
-        module's forward pass runs, the parameters given with it in `doors` are brought up to date."""
+        module's forward pass runs, the parameters given with it in `doors` are brought up to date; those given
+        `at_start` before the whole model's."""
         self.finish()
         self.take_doors_away()
         self._messages_of, self._views = messages_of, views
@@ -109,16 +112,18 @@ class Gate:
             for index, view in enumerate(views)
         ]
         for module, indices in doors:
-            at_door = list({id(stage): stage for index in indices if (stage := self._stage_of.get(index))}.values())
-            self._handles.append(module.register_forward_pre_hook(OriginalOnly(self._door(at_door))))
+            self._handles.append(module.register_forward_pre_hook(OriginalOnly(self._door(indices))))
+        self._at_start = self._door(at_start)
 
     def take_doors_away(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _door(self, stages: list[_Stage]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object) -> None:
+    def _door(self, indices: Sequence[int]) -> Callable[..., None]:
+        stages = list({id(stage): stage for index in indices if (stage := self._stage_of.get(index))}.values())
+
+        def hook(*given: object) -> None:
             if torch.compiler.is_compiling():
                 return
             for stage in stages:
@@ -126,6 +131,10 @@ class Gate:
                     self._advance(stage)
 
         return hook
+
+    def enter_model(self) -> None:
+        """A training forward pass of the whole model begins."""
+        self._at_start()
 
     # - In the order of a step
 
@@ -160,6 +169,7 @@ class Gate:
             if any(p.grad is not None for group in now.param_groups for p in group["params"]):
                 self._conclude()
             self._shares = shares
+            shares.guard_state(self.finish)
             for index in later:
                 stage = self._stage_of[index]
                 stage.put_off.append(index)
@@ -175,13 +185,15 @@ class Gate:
             self._conclude()
             for stage in self._stages:
                 self._advance(stage)
+            if self._shares is not None:
+                self._shares.release_state()
             with self._exchange.breaking():
                 began_s = self._recorder.clock()
                 self._exchange.wait_for_all()
                 self._waited(began_s, "the rest")
             for index in list(self._unfinished):
                 self._hand_over(index)
-            self._shares = None
+            self._forget_step()
             self.is_open = False
 
     @property
@@ -203,9 +215,14 @@ class Gate:
                     self._parameters[index].grad = None
             self._unfinished.clear()
             self._zero_later.clear()
-            self._shares = None
+            self._forget_step()
             self._concluded = True
             self.is_open = False
+
+    def _forget_step(self) -> None:
+        if self._shares is not None:
+            self._shares.release_state()
+        self._shares = None
 
     # - Touched
 

@@ -60,12 +60,9 @@ class ForwardObserver:
         self.close()
         self._remaining -= 1
         nearest = {name: next(m for m in self._around(name) if m in self._entered) for name in self._parameters}
-        closed = {door for door in nearest.values() if self._hides_what_it_runs(door)}
-        self._opaque = {name for name, door in nearest.items() if door in closed}
-        # One that was seen to be used outside its own module needs no door.
-        self.doors = {
-            name: door for name, door in nearest.items() if name not in self._used or door is next(self._around(name))
-        }
+        hiding = {door for door in nearest.values() if self._hides_what_it_runs(door)}
+        self._opaque = {name for name, door in nearest.items() if door in hiding}
+        self.doors = {name: door for name, door in nearest.items() if name in self._opaque or self._is_foreign(door)}
         used = {name: self._entered[door] for name, door in nearest.items()} | self._used
         self.seconds = _until_the_next(used, end_s)
         self._entered = {}
@@ -90,8 +87,16 @@ class ForwardObserver:
     def _hides_what_it_runs(self, module: nn.Module) -> bool:
         """It is compiled, perhaps: no module in it was seen to run. A parameter of another class would have it compiled
         anew."""
+        if module is not self._model and not self._is_foreign(module):
+            return False  # nn.MultiheadAttention uses the parameters of its `out_proj`, which it never calls
         inner = [other for other in module.modules() if other is not module]
         return bool(inner) and not any(other in self._entered for other in inner)
+
+    @staticmethod
+    def _is_foreign(module: nn.Module) -> bool:
+        """Whether it might use parameters by code of its own, around Python. Of torch's layers it is known that they do
+        not; and they take their fast paths only if there are no hooks on them."""
+        return not type(module).__module__.startswith("torch.nn.") or "forward" in vars(module)
 
     def _around(self, name: str) -> Iterator[nn.Module]:
         """The modules that the parameter is in, its own first."""

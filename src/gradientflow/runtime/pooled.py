@@ -66,7 +66,8 @@ class PooledFlow(Flow):
         self._gate: Gate | None = None
         self._gate_shut = ""  # why steps are not put off after all
         self._watch_optimizer: Watch | None = None
-        self._optimizer_is_known = False  # one whole step of it was watched
+        self._optimizer_is_known = False  # a whole step of it was watched, and it can be run in parts
+        self._num_objections = 0
         self._replanning = Replanning()
         self._cost: Cost | None = None
         self._num_observed = 0
@@ -90,7 +91,7 @@ class PooledFlow(Flow):
         self._watch()
         if options.gate:
             assert isinstance(self._optimizers, OneOptimizer) and options.gradients_are_views
-            before = OriginalOnly(lambda *given: self._catch_up())
+            before = OriginalOnly(lambda *given: self.catch_up())
             self._handles.append(self._optimizers.optimizer.register_state_dict_pre_hook(before))
             self._handles.append(self._optimizers.optimizer.register_load_state_dict_pre_hook(before))
 
@@ -101,6 +102,11 @@ class PooledFlow(Flow):
     @property
     def gated(self) -> bool:
         return self._gate is not None and bool(self._plan_now.stages) and not self._gate_shut
+
+    def begin_forward(self) -> None:
+        super().begin_forward()
+        if self._gate is not None:
+            self._gate.enter_model()
 
     def memory(self) -> Memory:
         assert self._pool is not None
@@ -113,12 +119,12 @@ class PooledFlow(Flow):
 
     def state_dict(self) -> dict[str, Any]:
         """Holds the plan too: the order of a sum decides its last bits, so an exact resume needs it."""
-        self._catch_up()
+        self.catch_up()
         plan = (self._next_plan or self._plan_now).model_dump_json()
         return super().state_dict() | {"recipe": str(self.recipe), "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._catch_up()
+        self.catch_up()
         plan = None
         if isinstance(state, Mapping) and state.get("recipe") == str(self.recipe) and "plan" in state:
             # Lanes are this world's own affair: a state saved on another backend may count others.
@@ -234,7 +240,8 @@ class PooledFlow(Flow):
         behind: dict[nn.Module, list[int]] = {}
         for name, module in (self._observer.doors if self._observer else {}).items():
             behind.setdefault(module, []).append(number[name])
-        gate.load(stages, self._messages_of, self._views, list(behind.items()))
+        at_start = behind.pop(self._model, [])
+        gate.load(stages, self._messages_of, self._views, list(behind.items()), at_start)
         if self.gated:
             self._handed[:] = gate.handed
 
@@ -401,7 +408,7 @@ class PooledFlow(Flow):
             self._pump.wait([self._pool.carrier])
         self._conclude(self._pool.somebody_skipped())
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         if self._gate is not None:
             self._gate.finish()
 
@@ -419,17 +426,16 @@ class PooledFlow(Flow):
         is_ours = self._stepped_at.get(optimizer) != self._step  # else another wrapper's, or a second one
         super()._before_step(optimizer, args, kwargs)
         if self._gate is None or self._gate_shut or not is_ours:
-            self._catch_up()
+            self.catch_up()
             return None
         assert isinstance(self._optimizers, OneOptimizer)
         if len(args) > 1 or any(value is not None for value in kwargs.values()):
             self._shut_gate("optimizer.step() was given a closure")
         elif not (self._plan_now.stages and self._optimizer_is_known):
-            self._catch_up()
-            self._optimizer_is_known = True
+            self.catch_up()
             self._watch_optimizer = Watch(optimizer)
         elif not self._optimizers.hears_last():
-            self._catch_up()  # a hook behind ours may change gradients
+            self.catch_up()  # a hook behind ours may change gradients
         else:
             now = self._gate.put_off(optimizer)
             self._replanning.saw(self._gate.was_whole)
@@ -442,18 +448,20 @@ class PooledFlow(Flow):
         if self._watch_optimizer is not None:
             objection = self._watch_optimizer.objection(optimizer)
             self._watch_optimizer = None
-            if objection:
+            self._optimizer_is_known = not objection
+            self._num_objections = self._num_objections + 1 if objection else 0
+            if self._num_objections == OBSERVED_STEPS:  # a first step may prepare things
                 self._shut_gate(objection)
         if self._gate is not None:
             assert isinstance(self._optimizers, OneOptimizer)
             self._optimizers.hear_last()
 
     def _shut_gate(self, why: str) -> None:
-        self._catch_up()
+        self.catch_up()
         self._gate_shut = why
         self._handed[:] = self._views
         if self._exchange.rank == 0:
-            _log.warning("no step is put off from now on: %s", why)
+            _log.warning("the gate is shut, no step is put off from now on: %s", why)
 
     def _asks(self) -> bool:
         """Whether this rank would have another plan."""
