@@ -106,7 +106,7 @@ def bench(
     from gradientflow.bench.bakeoff import check_memory, run_at, run_here
 
     if in_a_world:
-        with progress_bar() as follow:
+        with progress_bar() if os.environ["RANK"] == "0" else contextlib.nullcontext(_say_nothing) as follow:
             found = run_here(spec, follow)
         if found is None:
             return  # another rank has them
@@ -212,6 +212,10 @@ def progress_bar() -> Iterator[Callable[[Progress], None]]:
             bar.update(task, description=line.words, completed=line.done, total=line.total)
 
         yield follow
+
+
+def _say_nothing(line: Progress) -> None:
+    pass
 
 
 class _LinesNowAndThen:
