@@ -44,10 +44,16 @@ pytestmark = pytest.mark.timeout(300)
         (["--workload", "resnet-50", "--scale", "much"], "--scale"),
         (["--workload", "resnet-50", "--no-such-option"], "--no-such-option"),
         ([], "--workload"),
-        (["--workload", "resnet-50", "--compute", "1", "--device", "v100"], "both say"),
-        (["--workload", "resnet-50", "--compute", "-1"], "compute_s is -1"),
-        (["--workload", "resnet-50", "--compute", "nan"], "compute_s is nan"),
-        (["--workload", "resnet-50", "--scale", "0"], "scale is 0"),
+        (["--workload", "resnet-50", "--compute", "1", "--device", "v100"], "--compute and --device both say"),
+        (["--workload", "resnet-50", "--compute", "-1"], "--compute -1: give 0 to 60 seconds"),
+        (["--workload", "resnet-50", "--compute", "nan"], "--compute nan"),
+        (["--workload", "resnet-50", "--compute", "1e9"], "--compute 1e+09: give 0 to 60 seconds"),
+        (["--workload", "resnet-50", "--compute-ratio", "-1"], "--compute-ratio -1"),
+        (["--workload", "resnet-50", "--compute-ratio", "1e9"], "60 s at most"),
+        (["--workload", "resnet-50", "--compute", "1", "--straggler", "1:100"], "60 s at most"),
+        (["--workload", "resnet-50", "--scale", "0"], "--scale 0"),
+        (["--workload", "resnet-50", "--rate", "1kbit"], "--rate 1000 bit/s: expected 1Mbit to 1000Gbit"),
+        (["--workload", "some.json", "--device", "v100"], "leave --device out"),
         (["--workload", "resnet-50", "--methods", ","], "--methods is empty"),
         (["--workload", "resnet-50", "--precision", "2"], "--precision"),
         (["--workload", "resnet-50", "--straggler", "1:inf"], "factors"),
@@ -214,6 +220,7 @@ def test_the_command_on_the_loopback(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("measuring the network (0 of 1)\n")
     assert "not shaped" in done.stdout and "lazy" in done.stdout
     assert (
         "rank 1 computes 3 times as long; computing jitters by 10 %; gradients clipped to a norm of 0.5" in done.stdout
@@ -259,6 +266,12 @@ def test_a_worker_that_fails_ends_all_and_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"worker \d failed .*no_such_module"):
         start(Loopback(2, ""), "gradientflow.no_such_module", [], lambda line: None, 60.0, logs=tmp_path)
     assert "no_such_module" in (tmp_path / "worker-0.log").read_text()
+
+
+def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(TrainingError, match=r"worker 0 cannot be started: .*/no/such/python"):
+        start(Loopback(2, ""), "gradientflow.bench.worker", [], lambda line: None, 60.0)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import gradientflow
 from gradientflow.errors import UsageError
-from gradientflow.lab import Lab, LabUnavailable, check_rate, format_rate, parse_rate
+from gradientflow.lab import Lab, LabUnavailable, check_rate, format_rate, parse_rate, warden
 from gradientflow.lab.check import measure_ring
 from gradientflow.lab.limits import PACKET_NBYTES, Bucket
 from gradientflow.lab.shell import first_line
@@ -183,7 +183,7 @@ def _carries(lab: Lab) -> bool:
 
 
 def test_a_rate_that_the_machine_cannot_carry_is_refused_with_both_numbers(_possible: None) -> None:
-    with Lab(2, parse_rate("1000Gbit")) as lab, pytest.raises(UsageError, match=r"carries [\d.]+Gbit .* 956Gbit"):
+    with Lab(2, parse_rate("1000Gbit")) as lab, pytest.raises(UsageError, match=r"carries [\d.]+[MG]bit .* 956Gbit"):
         check_rate(lab)
 
 
@@ -238,6 +238,18 @@ def test_a_missing_right_is_named() -> None:
     if done.returncode:
         pytest.skip(f"no user namespace to try this in: {done.stderr}")
     assert "run as root, or have user namespaces allowed" in done.stdout and done.stdout.count("\n") == 1, done.stdout
+
+
+def test_a_python_that_may_not_be_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(LabUnavailable, match="/no/such/python"):
+        Lab(1, None)
+
+
+def test_a_warden_without_an_owner_says_so_in_a_line() -> None:
+    argv = [sys.executable, "-I", "-S", warden.__file__, warden.MARK, "none", "4194305", "1", "1Gbit"]
+    done = subprocess.run(argv, stdin=-3, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1 and done.stderr == "the lab's warden: [Errno 3] No such process\n"
 
 
 def _environment(**changes: str) -> dict[str, str]:

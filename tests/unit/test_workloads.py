@@ -156,7 +156,7 @@ def test_a_name_may_be_spelt_in_any_way(spelling: str) -> None:
     [
         ({"name": "resnet5"}, r"no model 'resnet5': there are alexnet, .*gpt-2; did you mean resnet-50\?"),
         ({"name": "zzz"}, r"no model 'zzz': there are alexnet, .*gpt-2$"),
-        ({"device": "rtx2080ti"}, r"on 'rtx2080ti': there are 2080ti, .*; give compute_s .*; did you mean 2080ti\?"),
+        ({"device": "rtx2080ti"}, r"on 'rtx2080ti': there are 2080ti, .*; for others .*; did you mean 2080ti\?"),
         ({"compute_s": 1.0, "device": "v100"}, "compute_s and device both say"),
         ({"compute_ratio": 1.0}, "give both or neither"),
         ({"wire_s": 1.0}, "give both or neither"),

@@ -131,8 +131,11 @@ def start(
                 }
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 argv = [sys.executable, "-m", module, *arguments]
-                with log.open("w") as errors:
-                    processes.append(place.popen(rank, argv, env=told, stdout=out, stderr=errors))
+                try:
+                    with log.open("w") as errors:
+                        processes.append(place.popen(rank, argv, env=told, stdout=out, stderr=errors))
+                except OSError as error:
+                    raise TrainingError(f"worker {rank} cannot be started: {error}", (rank,)) from None
             _watch(processes, follow, limit_s, files)
         finally:
             for process in processes:

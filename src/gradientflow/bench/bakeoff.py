@@ -61,8 +61,8 @@ def run_at(place: Arena, spec: Specification, follow: Callable[[Progress], None]
         return _results(Findings.read(spec.findings), spec.conditions, began, place.words, place.notes)
 
 
-def run_here(spec: Specification) -> Results | None:
-    """In the world that the environment describes, of which this process is a rank; the results on rank 0."""
+def run_here(spec: Specification, follow: Callable[[Progress], None]) -> Results | None:
+    """In the world that the environment describes, of which this process is a rank; progress and results on rank 0."""
     began = now()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
@@ -73,7 +73,7 @@ def run_here(spec: Specification) -> Results | None:
     rank, num_hosts = dist.get_rank(), max(1, dist.get_world_size() // here)
     if num_hosts == 1:
         update["num_sharing"] = here
-    findings = bake(spec.model_copy(update=update), lambda progress: None)
+    findings = bake(spec.model_copy(update=update), follow)
     dist.barrier()
     dist.destroy_process_group()
     words = f"cluster, {num_hosts} hosts with {here} workers each" if num_hosts > 1 else "one machine, not shaped"

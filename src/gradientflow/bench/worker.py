@@ -45,6 +45,8 @@ from gradientflow.runtime.pooled import OBSERVED_STEPS
 from gradientflow.trace import Span, Trace
 
 TIMEOUT_S = 300.0
+#: Of one iteration. Ranks wait no longer than that time-out for one that computes longer than they.
+MOST_COMPUTE_S = 60.0
 PROBE_S = 8.0
 #: DDP lays its buckets out anew after the first, a hook or a plan may begin later, and begins with what lasts: threads,
 #: memory.
@@ -116,6 +118,7 @@ class Bakeoff:
         self._notes: list[str] = []
 
     def run(self) -> Findings:
+        self._say(0, 1, "measuring the network")
         network = measure_network(budget_s=self._spec.probe_s, address=way_to_others(os.environ).address or None)
         names = list(dict.fromkeys(["compute", *self._spec.methods]))
         for done, name in enumerate(names):
@@ -132,6 +135,7 @@ class Bakeoff:
             if self._agreed_enough(number + 1):
                 break
         results = [self._result(name) for name in names]
+        self._say(1, 1, "looking at one iteration of each method")
         return Findings(
             results=tuple(result for result in results if result is not None),
             timelines=tuple(line for name in names if name != "compute" for line in self._timelines(name)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradientflow.cli.console import megabytes, milliseconds
+from gradientflow.cli.given import check_compute, check_scale, read_rate
 from gradientflow.cli.launch import stoppable
 from gradientflow.errors import UsageError
 
@@ -26,6 +29,8 @@ DEFAULT_METHODS = "ddp,ddp-best,lazy,wfbp,bsp,lazy+bf16"
 DEFAULT_RATE = "1Gbit"
 DEFAULT_COMPUTE_S = 1.0
 HOSTS = range(2, 65)
+#: Between two lines of progress where there is no terminal.
+PROGRESS_S = 10.0
 
 
 def bench(
@@ -55,9 +60,8 @@ def bench(
 ) -> None:
     """Measure methods of exchanging gradients, interleaved in one run, against stock DDP and against the limit."""
     from gradientflow.bench.results import Conditions
-    from gradientflow.bench.worker import MIN_ROUNDS, Specification
+    from gradientflow.bench.worker import MIN_ROUNDS, MOST_COMPUTE_S, Specification
     from gradientflow.documents import check_writable
-    from gradientflow.lab import parse_rate
     from gradientflow.lab.replay import Jitter
     from gradientflow.lab.workloads import usual_batch
 
@@ -70,7 +74,7 @@ def bench(
     world = int(os.environ["WORLD_SIZE"]) if in_a_world else hosts
     if world not in HOSTS:
         raise UsageError(f"{world} workers: give --hosts, or torchrun, {HOSTS[0]} to {HOSTS[-1]}")
-    bits_per_s = parse_rate(rate or ("unshaped" if in_a_world or loopback else DEFAULT_RATE))
+    bits_per_s = read_rate(rate or ("unshaped" if in_a_world or loopback else DEFAULT_RATE))
     if loopback and bits_per_s is not None:
         raise UsageError("--loopback has no --rate: leave one of them out")
     if not 0.0 <= jitter <= Jitter.MOST:
@@ -80,6 +84,10 @@ def bench(
     if out is not None:
         check_writable(out)
     profile = _profile(workload, world, bits_per_s, compute, compute_ratio, device, batch, scale)
+    slowdown = _slowdown(straggler or [], world)
+    longest_s = max(slowdown.values(), default=1.0) * (profile.forward_s + profile.backward_s)
+    if longest_s > MOST_COMPUTE_S:
+        raise UsageError(f"an iteration would compute for {longest_s:.3g} s: make it {MOST_COMPUTE_S:g} s at most")
     spec = Specification(
         workload=workload,
         profile=profile,
@@ -91,14 +99,15 @@ def bench(
         max_rounds=max_rounds,
         precision=precision,
         batch=batch or (1 if workload.endswith(".json") else usual_batch(workload)),
-        conditions=Conditions(slowdown=_slowdown(straggler or [], world), jitter=jitter, clip_norm=clip),
+        conditions=Conditions(slowdown=slowdown, jitter=jitter, clip_norm=clip),
         findings="",
     )
     from gradientflow.bench.arena import arena
     from gradientflow.bench.bakeoff import check_memory, run_at, run_here
 
     if in_a_world:
-        found = run_here(spec)
+        with progress_bar() if os.environ["RANK"] == "0" else contextlib.nullcontext(_say_nothing) as follow:
+            found = run_here(spec, follow)
         if found is None:
             return  # another rank has them
         results = found
@@ -139,7 +148,18 @@ def _profile(
     from gradientflow.lab.replay import check_replayable
     from gradientflow.lab.workloads import load
 
+    ways = {"--compute": compute, "--compute-ratio": compute_ratio, "--device": device}
+    given = [option for option, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} both say how long computing takes: give one of them")
+    if compute is not None:
+        check_compute(compute)
+    if compute_ratio is not None and not 0.0 <= compute_ratio < float("inf"):
+        raise UsageError(f"--compute-ratio {compute_ratio:g}: give 0 or more")
+    check_scale(scale)
     is_file = workload.endswith(".json")
+    if is_file and device is not None:
+        raise UsageError(f"{workload} is a profile of one device: leave --device out")
     wire_s = None
     if compute_ratio is not None:
         if rate is None:
@@ -175,20 +195,40 @@ def _slowdown(given: list[str], world: int) -> dict[int, float]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """Shows what workers say of themselves, on a terminal."""
+    """Shows what workers say of themselves: on a terminal as a bar, else as a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _LinesNowAndThen()
+        return
     columns = TextColumn("{task.description}"), BarColumn()
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting workers", total=None)
 
         def follow(line: Progress) -> None:
             bar.update(task, description=line.words, completed=line.done, total=line.total)
 
         yield follow
+
+
+def _say_nothing(line: Progress) -> None:
+    pass
+
+
+class _LinesNowAndThen:
+    """For logs: what is going on, but not every word of it."""
+
+    def __init__(self) -> None:
+        self._last_s = -PROGRESS_S
+
+    def __call__(self, line: Progress) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s >= PROGRESS_S:
+            self._last_s = now_s
+            print(f"{line.words} ({line.done} of {line.total})", file=sys.stderr, flush=True)
 
 
 def _show(results: Results) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from gradientflow.cli.bench import HOSTS, check_methods, progress_bar, show_results
 from gradientflow.cli.console import megabytes, milliseconds
-from gradientflow.cli.given import fresh_directory, read_recipe, timestamp
+from gradientflow.cli.given import check_compute, check_scale, fresh_directory, read_rate, read_recipe, timestamp
 from gradientflow.cli.launch import stoppable
 from gradientflow.errors import UsageError
 
@@ -51,12 +51,13 @@ def demo(
         raise UsageError(f"--workers must be from {HOSTS[0]} to {MAX_WORKERS}, found {workers}")
     if epochs < 1:
         raise UsageError(f"--epochs must be 1 or more, found {epochs}")
+    check_compute(compute)
+    check_scale(scale)
     from gradientflow.bench.worker import Specification
-    from gradientflow.lab import parse_rate
     from gradientflow.lab.workloads import load
     from gradientflow.rundir import RunDirectory
 
-    chosen, bits_per_s = read_recipe(recipe), parse_rate(rate)
+    chosen, bits_per_s = read_recipe(recipe), read_rate(rate)
     environment = _environment(chosen)
     spec = Specification(
         workload=workload,

@@ -26,6 +26,29 @@ def read_recipe(text: str) -> Recipe:
         raise RecipeError(f"{text}: {error}") from None
 
 
+def read_rate(text: str) -> float | None:
+    """Of --rate: bits per second; None for links that are not held to any."""
+    from gradientflow.lab import parse_rate
+    from gradientflow.lab.check import LEAST_RATE
+
+    try:
+        return parse_rate(text, LEAST_RATE)
+    except UsageError as error:
+        raise UsageError(f"--{error}") from None  # which begins with the word rate
+
+
+def check_compute(seconds: float) -> None:
+    from gradientflow.bench.worker import MOST_COMPUTE_S
+
+    if not 0.0 <= seconds <= MOST_COMPUTE_S:
+        raise UsageError(f"--compute {seconds:g}: give 0 to {MOST_COMPUTE_S:g} seconds")
+
+
+def check_scale(scale: float) -> None:
+    if not 0.0 < scale <= 1.0:
+        raise UsageError(f"--scale {scale:g}: give more than 0 and at most 1")
+
+
 def fresh_directory(asked: Path | None, name: str) -> Path:
     """The directory asked for, else `runs/NAME`; absolute, and without a run in it. It is not made here."""
     directory = (asked or _unused(Path("runs") / name)).absolute()

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from gradientflow.cli.given import read_rate
 from gradientflow.cli.launch import stoppable
 from gradientflow.errors import UsageError
 
@@ -24,14 +25,13 @@ def probe(
     from gradientflow.bench.prober import measure_here
     from gradientflow.cli.bench import HOSTS
     from gradientflow.documents import check_writable
-    from gradientflow.lab import parse_rate
     from gradientflow.network import Network
     from gradientflow.probe import osu_table
 
     check_writable(out)
     if hosts not in HOSTS:
         raise UsageError(f"--hosts must be from {HOSTS[0]} to {HOSTS[-1]}, found {hosts}")
-    bits_per_s = parse_rate(rate)
+    bits_per_s = read_rate(rate)
     if loopback and bits_per_s is not None:
         raise UsageError("--loopback has no --rate: leave one of them out")
     if "RANK" in os.environ:

@@ -15,6 +15,8 @@ from gradientflow.lab.shell import first_line
 
 #: Of what TCP can have of a link's rate. Below it the machine, not the link, would be what is measured.
 ENOUGH = 0.9
+#: Half a second carries 40 packets then; of a slower link it says little.
+LEAST_RATE = 1e6
 
 _PORT = 7070
 _WARM_UP_S = 0.3

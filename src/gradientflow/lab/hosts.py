@@ -233,14 +233,18 @@ def _start_warden(name: str, num_hosts: int, rate: str) -> tuple[subprocess.Pope
     reasons = []
     for prefix in ([], [find("unshare"), "--user", "--map-root-user", "--"]):
         argv = [*prefix, sys.executable, "-I", "-S", warden.__file__, warden.MARK]
-        process = subprocess.Popen(
-            [*argv, name, str(os.getpid()), str(num_hosts), rate],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is the owner's
-        )
+        try:
+            process = subprocess.Popen(
+                [*argv, name, str(os.getpid()), str(num_hosts), rate],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is the owner's
+            )
+        except OSError as error:  # a user who may not run this Python
+            reasons.append(str(error))
+            continue
         assert process.stdout and process.stderr
         with process.stdout, process.stderr:
             descriptors = first_line(process.stdout).split()

@@ -38,8 +38,8 @@ _UNITS = {"Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 _WRITTEN = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(_UNITS) + ")", re.IGNORECASE)
 
 
-def parse_rate(text: str) -> float | None:
-    """Bits per second; None for a link that is not held to a rate.
+def parse_rate(text: str, least: float = _SLOWEST) -> float | None:
+    """Bits per second, `least` or more; None for a link that is not held to a rate.
 
     >>> parse_rate("2.5Gbit"), parse_rate("100Mbit"), parse_rate("unshaped")
     (2500000000.0, 100000000.0, None)
@@ -49,7 +49,8 @@ def parse_rate(text: str) -> float | None:
     match = _WRITTEN.fullmatch(text)
     if match is None:
         raise UsageError(f"rate {text!r}: expected a number and a unit like 100Mbit or 2.5Gbit, or the word unshaped")
-    return check_range(float(match[1]) * {unit.lower(): bits for unit, bits in _UNITS.items()}[match[2].lower()])
+    rate = float(match[1]) * {unit.lower(): bits for unit, bits in _UNITS.items()}[match[2].lower()]
+    return check_range(rate, least)
 
 
 def format_rate(rate: float | None) -> str:
@@ -63,9 +64,9 @@ def format_rate(rate: float | None) -> str:
     return f"{rate / bits:.10g}{unit}"
 
 
-def check_range(rate: float) -> float:
-    if not (math.isfinite(rate) and _SLOWEST <= rate <= _FASTEST):
-        raise UsageError(f"rate {rate:g} bit/s: expected {format_rate(_SLOWEST)} to {format_rate(_FASTEST)}")
+def check_range(rate: float, least: float = _SLOWEST) -> float:
+    if not (math.isfinite(rate) and least <= rate <= _FASTEST):
+        raise UsageError(f"rate {rate:g} bit/s: expected {format_rate(least)} to {format_rate(_FASTEST)}")
     return rate
 
 

@@ -112,4 +112,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(owner=int(sys.argv[3]), num_hosts=int(sys.argv[4]))
+    try:
+        main(owner=int(sys.argv[3]), num_hosts=int(sys.argv[4]))
+    except OSError as error:
+        sys.exit(f"the lab's warden: {error}")

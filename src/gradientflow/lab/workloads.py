@@ -130,7 +130,7 @@ def workload(
     if batch < 1:
         raise UsageError(f"a batch of {batch} trains nothing: give 1 or more")
     if device is not None:
-        speed = SPEEDS[known][_known(f"speed of {known} on", device, SPEEDS[known], "; give compute_s for others")]
+        speed = SPEEDS[known][_known(f"speed of {known} on", device, SPEEDS[known], "; for others give the seconds")]
         given, length = scale * batch / speed.samples_s, speed.tokens or length
     profile = scaled(_profile(list(model.layers(length)), batch), scale)
     return timed(profile, 0.0 if given is None else given)
@@ -184,7 +184,7 @@ def timed(profile: Profile, compute_s: float) -> Profile:
     _check("compute_s", compute_s)
     present_s = profile.forward_s + profile.backward_s
     if present_s == 0.0 < compute_s:
-        raise UsageError("the profile holds no times to go by: measure it first, or leave compute_s out")
+        raise UsageError("the profile holds no times to go by: measure it first, or ask for no seconds")
     factor = compute_s / present_s if present_s else 0.0
     return profile.model_copy(
         update={
