@@ -2,15 +2,18 @@
 
     python benchmarks/overhead.py [--quick] [--tensors 16 161 604] [--out FILE]
 
-Three questions, each answered at 16, 161 and 604 tensors (AlexNet's, ResNet-50's and DenseNet-201's
+Four questions, each answered at 16, 161 and 604 tensors (AlexNet's, ResNet-50's and DenseNet-201's
 counts):
 
 1. CPU time: microseconds per step and per tensor that the runtime adds in a world of one, where nothing is
    sent; DDP's own beside it.
-2. Iteration time: `attach` with `lazy`, our DistributedDataParallel and stock DDP, both with and without
+2. Iteration time: `attach` with `lazy`, with `lazy` whose updates are put off into the next forward pass
+   ("lazy-gated") and with `flow`, our DistributedDataParallel and stock DDP, both with and without
    `gradient_as_bucket_view`, in alternating blocks of one run, 2 and 4 workers; the ratio of each pair of
    neighbouring blocks, its median and 95 % interval. Bar: those to DDP lie below 1.05.
-3. Peak memory of a worker, each method in processes of its own, against DDP with
+3. What it takes beyond DDP, from the same blocks: CPU and wall seconds of a step less DDP's, as a share of an
+   iteration of 100 ms. Below zero: less than DDP.
+4. Peak memory of a worker, each method in processes of its own, against DDP with
    `gradient_as_bucket_view=True`. Bar: at most 2 % more.
 
 A ratio needs a quiet machine; the script prints the load it found at the start.
@@ -27,7 +30,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +47,14 @@ import gradientflow as gf
 
 TENSORS = (16, 161, 604)
 WORLDS = (2, 4)
-METHODS = ("ddp", "ddp-view", "lazy", "drop-in", "drop-in-view")
+METHODS = ("ddp", "ddp-view", "lazy", "lazy-gated", "flow", "drop-in", "drop-in-view")
+#: Whose seconds are shown as what they are beyond DDP's, and as a share of which iteration.
+BEYOND_DDP = ("lazy", "lazy-gated", "flow", "drop-in")
+ITERATION_S = 0.1
 RATIOS = (
     ("lazy", "ddp"),
+    ("lazy-gated", "ddp"),
+    ("flow", "ddp"),
     ("lazy", "ddp-view"),
     ("drop-in", "ddp"),
     ("drop-in-view", "ddp-view"),
@@ -98,6 +106,8 @@ class Training:
             view = method == "drop-in-view"
             self.trained = gf.DistributedDataParallel(self.model, gradient_as_bucket_view=view)
             self.flow = self.trained.flow
+        elif method == "lazy-gated":
+            self.flow = gf.attach(self.model, self.optimizer, "lazy", gate=True)
         elif method != "bare":
             self.flow = gf.attach(self.model, self.optimizer, method)
 
@@ -105,6 +115,11 @@ class Training:
         self.optimizer.zero_grad()
         self.trained(self.batch).backward()
         self.optimizer.step()
+
+    def finish(self) -> None:
+        """What was put off."""
+        if self.flow is not None:
+            self.flow.synchronize()
 
     def close(self) -> None:
         if self.flow is not None:
@@ -114,39 +129,39 @@ class Training:
 # - Workers
 
 
-def cpu_time(num_tensors: int, blocks: int) -> dict[str, list[float]]:
-    """CPU seconds a step by method, in alternating blocks; tiny tensors, so that calls are all that counts."""
-    trainings = {method: Training(method, num_tensors, 4, 1) for method in ("bare", *METHODS)}
-    seconds: dict[str, list[float]] = {method: [] for method in trainings}
-    for block in range(blocks + 2):
-        for method, training in _shuffled(trainings, block):
-            began_s = time.process_time()
-            for _ in range(10):
-                training.step()
-            if block >= 2:
-                seconds[method].append((time.process_time() - began_s) / 10)
-    for training in trainings.values():
-        training.close()
-    return seconds
+#: Seconds of a step by method, a value a block.
+Seconds = dict[str, list[float]]
 
 
-def iteration_time(num_tensors: int, blocks: int) -> dict[str, list[float]]:
-    """Wall seconds a step by method, in alternating blocks."""
-    trainings = {method: Training(method, num_tensors, WIDTHS[num_tensors], 32) for method in METHODS}
-    steps = BLOCK_STEPS[num_tensors]
-    seconds: dict[str, list[float]] = {method: [] for method in trainings}
+def in_turn(methods: Sequence[str], num_tensors: int, width: int, batch: int, steps: int, blocks: int) -> list[Seconds]:
+    """On the wall clock, and of this process's CPU time, in alternating blocks."""
+    trainings = {method: Training(method, num_tensors, width, batch) for method in methods}
+    wall_s: Seconds = {method: [] for method in methods}
+    cpu_s: Seconds = {method: [] for method in methods}
     for block in range(blocks + 2):
         for method, training in _shuffled(trainings, block):
             dist.barrier()
-            began_s = time.perf_counter()
+            began_s, cpu_began_s = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 training.step()
+            training.finish()
+            cpu_ended_s = time.process_time()
             dist.barrier()
             if block >= 2:
-                seconds[method].append((time.perf_counter() - began_s) / steps)
+                wall_s[method].append((time.perf_counter() - began_s) / steps)
+                cpu_s[method].append((cpu_ended_s - cpu_began_s) / steps)
     for training in trainings.values():
         training.close()
-    return seconds
+    return [wall_s, cpu_s]
+
+
+def calls_alone(num_tensors: int, blocks: int) -> list[Seconds]:
+    """Tiny tensors, so that calls are all that counts."""
+    return in_turn(("bare", *METHODS), num_tensors, 4, 1, 10, blocks)
+
+
+def training_steps(num_tensors: int, blocks: int) -> list[Seconds]:
+    return in_turn(METHODS, num_tensors, WIDTHS[num_tensors], 32, BLOCK_STEPS[num_tensors], blocks)
 
 
 def peak_memory(method: str, num_tensors: int) -> int:
@@ -185,12 +200,33 @@ def _worker(rank: int, world: int, directory: str, function: Callable[..., Any],
     dist.destroy_process_group()
 
 
-def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Median of paired ratios and its 95 % interval by bootstrap."""
-    pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+def middle(values: list[float]) -> dict[str, float]:
+    """Their median and its 95 % interval by bootstrap."""
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(4000))
-    return {"median": statistics.median(pairs), "low": medians[100], "high": medians[3899], "pairs": len(pairs)}
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(4000))
+    return {"median": statistics.median(values), "low": medians[100], "high": medians[3899], "pairs": len(values)}
+
+
+def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    return middle([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def share(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Of an iteration: by how much ours are more."""
+    return middle([(a - b) / ITERATION_S for a, b in zip(ours, theirs, strict=True)])
+
+
+def beyond_ddp(num_tensors: int, workers: int, wall_s: Seconds, cpu_s: Seconds) -> list[dict[str, Any]]:
+    return [
+        {
+            "tensors": num_tensors,
+            "workers": workers,
+            "method": method,
+            "cpu": share(cpu_s[method], cpu_s["ddp"]),
+            "wall": share(wall_s[method], wall_s["ddp"]),
+        }
+        for method in BEYOND_DDP
+    ]
 
 
 def main() -> None:
@@ -207,24 +243,28 @@ def main() -> None:
         "load_at_start": os.getloadavg()[0],
         "cpu": [],
         "iteration": [],
+        "beyond_ddp_in_100_ms": [],
         "memory": [],
     }
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=len(options.tensors) * (1 + len(WORLDS) + 2))
         for num_tensors in options.tensors:
-            seconds = {m: statistics.median(v) for m, v in run(1, cpu_time, num_tensors, blocks).items()}
+            wall_s, cpu_s = run(1, calls_alone, num_tensors, blocks)
+            figures["beyond_ddp_in_100_ms"] += beyond_ddp(num_tensors, 1, wall_s, cpu_s)
+            seconds = {method: statistics.median(values) for method, values in cpu_s.items()}
             row = {"tensors": num_tensors}
-            for method in ("ddp", "lazy", "drop-in"):
+            for method in ("ddp", *BEYOND_DDP):
                 row[f"{method}_us_per_step"] = (seconds[method] - seconds["bare"]) * 1e6
                 row[f"{method}_us_per_tensor"] = row[f"{method}_us_per_step"] / num_tensors
             figures["cpu"].append(row)
             progress.advance(task)
             for world in WORLDS:
-                times = run(world, iteration_time, num_tensors, blocks)
+                wall_s, cpu_s = run(world, training_steps, num_tensors, blocks)
                 row = {"tensors": num_tensors, "workers": world}
-                row |= {f"{method}_ms": statistics.median(values) * 1e3 for method, values in times.items()}
-                row |= {f"{one}/{other}": ratio(times[one], times[other]) for one, other in RATIOS}
+                row |= {f"{method}_ms": statistics.median(values) * 1e3 for method, values in wall_s.items()}
+                row |= {f"{one}/{other}": ratio(wall_s[one], wall_s[other]) for one, other in RATIOS}
                 figures["iteration"].append(row)
+                figures["beyond_ddp_in_100_ms"] += beyond_ddp(num_tensors, world, wall_s, cpu_s)
                 progress.advance(task)
             peaks = {m: min(run(2, peak_memory, m, num_tensors) for _ in range(3)) for m in ("ddp-view", "lazy")}
             progress.advance(task, 2)
@@ -236,9 +276,10 @@ def main() -> None:
 
 def show(figures: dict[str, Any], console: Console) -> None:
     console.print(f"load at start {figures['load_at_start']:.2f}, {figures['machine']}")
-    table = Table("tensors", "DDP us/step", "lazy us/step", "drop-in us/step", title="CPU time added, world of one")
+    methods = ("ddp", *BEYOND_DDP)
+    table = Table("tensors", *(f"{method} us/step" for method in methods), title="CPU time added, world of one")
     for row in figures["cpu"]:
-        cells = [f"{row[f'{method}_us_per_step']:.0f}" for method in ("ddp", "lazy", "drop-in")]
+        cells = [f"{row[f'{method}_us_per_step']:.0f}" for method in methods]
         table.add_row(str(row["tensors"]), *cells)
     console.print(table)
     table = Table("tensors", "workers", "ratio", "median", "95 %", title="Iteration")
@@ -249,6 +290,14 @@ def show(figures: dict[str, Any], console: Console) -> None:
             table.add_row(
                 str(row["tensors"]), str(row["workers"]), f"{one}/{other}", f"{found['median']:.3f}", interval
             )
+    console.print(table)
+    title = f"Beyond DDP, as a share of {1e3 * ITERATION_S:.0f} ms"
+    table = Table("tensors", "workers", "method", "CPU", "95 %", "wall", "95 %", title=title)
+    for row in figures["beyond_ddp_in_100_ms"]:
+        cells = []
+        for found in (row["cpu"], row["wall"]):
+            cells += [f"{found['median']:.1%}", f"{found['low']:.1%} .. {found['high']:.1%}"]
+        table.add_row(str(row["tensors"]), str(row["workers"]), row["method"], *cells)
     console.print(table)
     table = Table("tensors", "DDP as view MB", "lazy MB", "ratio", title="Peak memory of a worker")
     for row in figures["memory"]:

@@ -30,11 +30,13 @@ OPTIONS = {
     },
     "bench": {
         "--batch",
+        "--clip",
         "--compute",
         "--compute-ratio",
         "--device",
         "--hosts",
         "--iterations",
+        "--jitter",
         "--loopback",
         "--max-rounds",
         "--methods",

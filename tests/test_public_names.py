@@ -29,7 +29,7 @@ def test_attach_keeps_its_arguments() -> None:
 
 def test_a_flow_keeps_its_methods() -> None:
     promised = {"no_sync", "synchronize", "trace", "profile", "plan", "memory", "step", "state_dict", "load_state_dict",
-                "close", "__enter__", "__exit__"}  # fmt: skip
+                "close", "gated", "__enter__", "__exit__"}  # fmt: skip
     for_wrappers = {
         "begin_forward",
         "end_forward",
@@ -39,6 +39,7 @@ def test_a_flow_keeps_its_methods() -> None:
         "shadow_step",
         "follow_context",
         "look_again",
+        "catch_up",
     }
     assert promised <= set(dir(gf.Flow))
     public = {name for name in dir(gf.Flow) if not name.startswith("_")}
@@ -49,4 +50,4 @@ def test_the_drop_in_takes_what_torchs_class_takes_in_the_same_order() -> None:
     stock = list(inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters)
     ours = list(inspect.signature(gf.DistributedDataParallel.__init__).parameters)
     assert ours[: len(stock)] == stock
-    assert ours[len(stock) :] == ["recipe", "deadline_s", "nonfinite"]
+    assert ours[len(stock) :] == ["recipe", "deadline_s", "nonfinite", "optimizer"]

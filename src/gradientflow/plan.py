@@ -65,6 +65,8 @@ class Plan(Document):
     #: Tensor names in the order in which they lie in the gradient pool.
     layout: tuple[str, ...]
     messages: tuple[Message, ...]
+    #: What the gate waits for together, in forward order; none: gradients are final when backward returns.
+    stages: tuple[tuple[str, ...], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -95,6 +97,9 @@ class Plan(Document):
         if sorted(self.layout) != sorted(tensors):
             different = sorted(set(self.layout) ^ set(tensors)) or ["a tensor listed twice"]
             raise ValueError(f"the plan and the profile hold different tensors: {', '.join(different[:5])}")
+        staged = sorted(name for stage in self.stages for name in stage)
+        if staged and staged != sorted(tensors):
+            raise ValueError("the plan's stages do not hold every tensor exactly once")
         sent: dict[str, list[Slice]] = {name: [] for name in self.layout}
         for index, message in enumerate(self.messages):
             for piece in message.slices:

@@ -31,8 +31,9 @@ class Span(NamedTuple):
     """Something that took from `start_s` to `end_s` on a track.
 
     Kinds: `forward` and `backward` (compute), `message` (on the wire; args: its number in the plan, nbytes,
-    and waited_s, how long it was ready before its lane took it), `exposed` (training waited for
-    communication), `step` (from the first forward to the end of the optimizer's step).
+    waited_s, how long it was ready before its lane took it, and idle_s, how long its lane stood before it while others
+    behind it were ready), `exposed` (training waited for communication), `update` (a stage's share of a step that was
+    put off), `step` (from the first forward to the end of the optimizer's step).
     """
 
     kind: str

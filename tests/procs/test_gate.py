@@ -110,7 +110,7 @@ class Training:
             self.flow = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return (self.flow or self.model).no_sync()
+        return (self.model if self.flow is None or self.method.drop_in else self.flow).no_sync()
 
     def note(self, value: Any) -> None:
         """Remember `value`, a tree of tensors and numbers, as it is now."""
@@ -1091,7 +1091,7 @@ def with_everything(training: Training) -> None:
             training.note(evaluate(training))
 
 
-@pytest.mark.parametrize("recipe", ["flow+bf16", "flow+fp16", "lazy:2KB+bf16", "lazy:2KB+fp16"])
+@pytest.mark.parametrize("recipe", ["flow+bf16", "flow+fp16", "lazy:2KB+bf16"])
 def test_codecs_behind_the_gate(recipe: str) -> None:
     """Elements are rounded one by one, so fusing and cutting change nothing: the judge is one message, ungated."""
     run_ranks(2, _codec, recipe)
@@ -1099,7 +1099,13 @@ def test_codecs_behind_the_gate(recipe: str) -> None:
 
 def _codec(recipe: str) -> None:
     codec = recipe.rpartition("+")[2]
-    beside(Method(f"bsp+{codec}", gate=False), (Method(recipe, gate=True),), with_everything)
+    # Whether fp16 has overflowed is known when all gradients are there, before any of them is used.
+    gated = None if codec == "fp16" else True
+    beside(Method(f"bsp+{codec}", gate=False), (Method(recipe, gate=gated),), with_everything, gated=gated)
+    if codec == "fp16":
+        module = Blocks()
+        with pytest.raises(gf.UsageError, match="bf16"):
+            gf.attach(module, momentum(module), recipe, gate=True)
 
 
 @pytest.mark.parametrize("recipe", ["flow", "bytescheduler:1KB"])
@@ -1170,7 +1176,7 @@ def _stage_by_stage() -> None:
     assert not updated(), "step() did not put them off"
     halfway: set[str] = set()
     handle = training.module.blocks[1].register_forward_pre_hook(lambda *_: halfway.update(updated()))
-    evaluate(training)
+    training.loss(STEPS + 1)
     handle.remove()
     assert "stem.weight" in halfway and "head.weight" not in halfway, halfway
     assert updated() == set(names)

@@ -258,7 +258,7 @@ def _views() -> None:
         assert len(storages) == 2, "one float32 pool, one float64 pool"
         assert model.conv.weight.grad.stride() == model.conv.weight.stride()
         numel32, numel64 = model.conv.weight.numel() + 4 + 1, 2 * 4 + 2
-        presence = (6 + 1) * 4  # one element a tensor and one for skips, behind the last message's pool, float32
+        presence = (6 + 2) * 4  # one element a tensor, one for skips, one for wishes, behind the last gradient's pool
         assert flow.memory().pool == numel32 * 4 + numel64 * 8 + presence
 
 

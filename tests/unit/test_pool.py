@@ -68,16 +68,19 @@ def test_every_element_is_in_exactly_one_range(cuts: list[int], order) -> None:
     for view in pool.views.values():
         assert torch.equal(view, torch.ones_like(view))
     elements = sum(tensor.numel() for tensor in tensors.values())
-    assert sum(part.numel() for part in whole(plan, pool)) == elements + len(tensors) + 1  # presence and "skipped"
+    assert (
+        sum(part.numel() for part in whole(plan, pool)) == elements + len(tensors) + 2
+    )  # presence, "skipped" and "asks"
 
 
-def test_presence_travels_with_the_last_message_and_tells_who_had_none() -> None:
+def test_presence_travels_and_tells_who_had_none() -> None:
     tensors = parameters()
     plan = bsp(profile(tensors))
     ranks = [Pool(plan, tensors) for _ in range(2)]
     absent = [{"a", "scalar"}, {"a", "c"}]
     for pool, theirs, skipped in zip(ranks, absent, (False, True), strict=True):
         pool.mark_absent(theirs, skipped)
+    assert not any(pool.somebody_asks() for pool in ranks)
     for parts in zip(*(whole(plan, pool) for pool in ranks), strict=True):
         total = parts[0] + parts[1]
         for part in parts:
@@ -85,13 +88,23 @@ def test_presence_travels_with_the_last_message_and_tells_who_had_none() -> None
     for pool, theirs in zip(ranks, absent, strict=True):
         assert pool.absent_everywhere(theirs) == {"a"}
         assert pool.somebody_skipped()
+        assert not pool.somebody_asks()
+
+
+def test_presence_rides_on_the_first_message_that_needs_the_last_gradient() -> None:
+    tensors = {"early": torch.zeros(4), "late": torch.zeros(6), "none": torch.zeros(0)}
+    parts = [("late", 4, 6), ("early", 0, 4), ("late", 0, 4), ("none", 0, 0)]
+    messages = tuple(Message(slices=(Slice(tensor=name, start=a, stop=b),)) for name, a, b in parts)
+    pool = Pool(Plan(schedule="cut", layout=tuple(tensors), messages=messages), tensors)
+    assert pool.carrier == 0
+    assert sum(part.numel() for part in pool.ranges(0, messages[0])) == 2 + len(tensors) + 2
 
 
 def test_a_new_layout_takes_over_the_memory() -> None:
     tensors = parameters()
     pool = Pool(bsp(profile(tensors)), tensors)
     floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.float32}
-    again = Pool(bsp(profile({**dict(reversed(floats.items())), "c": tensors["c"]})), tensors, pool)
+    again = Pool(bsp(profile({"c": tensors["c"], **dict(reversed(floats.items()))})), tensors, pool)
     assert again.nbytes == pool.nbytes
     same = Pool(bsp(profile(tensors)), tensors, again)
     for name in ("a", "c"):

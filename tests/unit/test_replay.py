@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from gradientflow.errors import NothingToTrainError, UsageError
 from gradientflow.lab.measure import profile as measure
-from gradientflow.lab.replay import GRAIN_S, Pace, Replay
+from gradientflow.lab.replay import GRAIN_S, Jitter, Pace, Replay
 from gradientflow.lab.workloads import workload
 from gradientflow.profiles import Profile, TensorProfile
 from models import build, loss_of
@@ -58,6 +59,38 @@ def test_sleeps_and_work_add_up_to_what_was_asked_for(
 def _surplus(layers: list[tuple[float, float]]) -> float:
     """By how much work alone outlasts what was asked for."""
     return sum(work_s - seconds for seconds, work_s in layers)
+
+
+@given(share=st.floats(0.01, Jitter.MOST), seed=st.integers(0, 63))
+def test_jitter_is_as_large_as_asked_for_around_1(share: float, seed: int) -> None:
+    jitter = Jitter(share, seed)
+    factors = [jitter.draw() for _ in range(4000)]
+    assert min(factors) > 0.0
+    assert statistics.mean(factors) == pytest.approx(1.0, abs=0.1 * share)
+    assert statistics.stdev(factors) == pytest.approx(share, rel=0.1)
+
+
+def test_jitter_differs_by_rank_and_comes_back() -> None:
+    jitter, other = Jitter(0.1, seed=0), Jitter(0.1, seed=1)
+    first = [jitter.draw() for _ in range(3)]
+    assert [other.draw() for _ in range(3)] != first
+    jitter.restart(1)
+    assert [jitter.draw() for _ in range(3)] != first
+    jitter.restart(0)
+    assert [jitter.draw() for _ in range(3)] == first
+
+
+def test_each_iteration_takes_its_own_factor() -> None:
+    profile = workload("alexnet", scale=0.001, compute_s=3.0)
+    clock, twin = Clock([0.0]), Jitter(0.3, seed=5)
+    model = Replay(profile, jitter=Jitter(0.3, seed=5))
+    model._pace = Pace(lambda: clock.now_s, clock.sleep)
+    for _ in range(5):
+        start_s, factor = clock.now_s, twin.draw()
+        loss = model()
+        assert clock.now_s - start_s == pytest.approx(factor * profile.forward_s, abs=GRAIN_S)
+        loss.backward()
+        assert clock.now_s - start_s == pytest.approx(factor * 3.0, abs=GRAIN_S)
 
 
 @pytest.mark.parametrize("name", ["resnet-50", "inception-v4", "vit-b-16", "bert-base", "gpt-2"])

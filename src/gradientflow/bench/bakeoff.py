@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from gradientflow import __version__
 from gradientflow.bench.arena import Arena, start
-from gradientflow.bench.results import Machine, Results
+from gradientflow.bench.results import Conditions, Machine, Results
 from gradientflow.bench.usage import available_memory, way_to_others
 from gradientflow.bench.worker import TIMEOUT_S, Findings, Progress, Specification, bake
 from gradientflow.errors import TrainingError, UsageError
@@ -58,7 +58,7 @@ def run_at(place: Arena, spec: Specification, follow: Callable[[Progress], None]
         path = Path(directory) / "specification.json"
         spec.write(path)
         start(place, "gradientflow.bench.worker", [str(path)], follow_line, most_s)
-        return _results(Findings.read(spec.findings), began, place.words, place.notes)
+        return _results(Findings.read(spec.findings), spec.conditions, began, place.words, place.notes)
 
 
 def run_here(spec: Specification) -> Results | None:
@@ -77,26 +77,30 @@ def run_here(spec: Specification) -> Results | None:
     dist.barrier()
     dist.destroy_process_group()
     words = f"cluster, {num_hosts} hosts with {here} workers each" if num_hosts > 1 else "one machine, not shaped"
-    return _results(findings, began, words, ()) if rank == 0 else None
+    return _results(findings, spec.conditions, began, words, ()) if rank == 0 else None
 
 
-def _results(found: Findings, began: str, place: str, notes: tuple[str, ...]) -> Results:
+def _results(found: Findings, conditions: Conditions, began: str, place: str, notes: tuple[str, ...]) -> Results:
     if not found.results:
         raise TrainingError("; ".join(found.notes))
-    machine = Machine(
+    return Results(
+        machine=this_machine(),
+        command=shlex.join(["gradientflow", *sys.argv[1:]]),
+        started=began,
+        place=place,
+        conditions=conditions,
+        network=found.network,
+        notes=(*notes, *found.notes),
+        results=found.results,
+        timelines=found.timelines,
+    )
+
+
+def this_machine() -> Machine:
+    return Machine(
         platform=platform.platform(),
         cores=os.cpu_count() or 1,
         python=platform.python_version(),
         torch=torch.__version__,
         gradientflow=__version__,
-    )
-    return Results(
-        machine=machine,
-        command=shlex.join(["gradientflow", *sys.argv[1:]]),
-        started=began,
-        place=place,
-        network=found.network,
-        notes=(*notes, *found.notes),
-        results=found.results,
-        timelines=found.timelines,
     )

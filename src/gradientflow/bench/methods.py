@@ -1,7 +1,7 @@
 """The methods that can be put side by side: stock DDP and its hooks, and every recipe of ours.
 
-All of them wrap the same module, one wrapper each, and take turns: a wrapper exchanges gradients only in
-backward passes that follow its own forward pass.
+All of them wrap the same module, one wrapper each, share its optimizer, and take turns: a wrapper exchanges gradients
+only in backward passes that follow its own forward pass, and what it puts off it finishes before its turn ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as StockDDP
@@ -35,8 +36,8 @@ POWERSGD_START = 2
 @dataclass(frozen=True)
 class Method:
     name: str
-    #: Wraps the module. Collective.
-    wrap: Callable[[nn.Module], nn.Module]
+    #: Wraps the module that the optimizer updates. Collective.
+    wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module]
     #: Bytes of gradients that all ranks have to agree on in one iteration, as they are on the wire.
     payload_nbytes: Callable[[Profile], float]
     #: Wraps the module so that messages are noted in the list. None: what `wrap` makes says so itself, or sends none.
@@ -73,7 +74,7 @@ def method(name: str) -> Method:
     """By its name on the command line, or as `numbered` gives it."""
     plain = without_number(name)
     if plain == "compute":
-        return Method(name, lambda module: module, lambda profile: 0.0)
+        return Method(name, lambda module, optimizer: module, lambda profile: 0.0)
     if plain == "ddp":
         return stock_ddp(25, name)
     if plain == "ddp-fp16":
@@ -96,8 +97,10 @@ def _recipe(name: str, text: str) -> Method:
         hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)} or a recipe"
         raise UsageError(f"unknown method {text!r}: {hint} ({error})") from None
 
-    def wrap(module: nn.Module) -> nn.Module:
-        return DistributedDataParallel(module, recipe=recipe, init_sync=False, gradient_as_bucket_view=True)
+    def wrap(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        return DistributedDataParallel(
+            module, recipe=recipe, optimizer=optimizer, init_sync=False, gradient_as_bucket_view=True
+        )
 
     codec = recipe.codec()
 
@@ -121,7 +124,7 @@ def _hooked(
     def plain(module: nn.Module) -> StockDDP:
         return StockDDP(module, bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
-    def wrap(module: nn.Module) -> nn.Module:
+    def wrap(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         ddp = plain(module)
         if hook is not None:
             ddp.register_comm_hook(state(), hook)
@@ -164,4 +167,4 @@ def _low_rank(profile: Profile) -> float:
 def _horovod(name: str) -> Method:
     if importlib.util.find_spec("horovod") is None:
         raise UsageError("method horovod needs Horovod, which is not installed: pip install horovod, or leave it out")
-    return Method(name, Horovod, _dense)
+    return Method(name, lambda module, optimizer: Horovod(module), _dense)

@@ -48,6 +48,30 @@ class Ratio(Record):
         return (self.high - self.low) / 2
 
 
+class Conditions(Record):
+    """What an iteration meets beside the workload itself, the same for all methods of a run."""
+
+    #: By rank: how many times longer its computing takes.
+    slowdown: dict[int, float] = {}  # noqa: RUF012 - pydantic copies it
+    #: Standard deviation of how long an iteration computes on a rank, as a share of the mean.
+    jitter: float = 0.0
+    #: To which the norm of all gradients together is clipped between backward and step; None: it is not.
+    clip_norm: float | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """
+        >>> Conditions(slowdown={2: 1.5}, jitter=0.1, clip_norm=1.0).words
+        ('rank 2 computes 1.5 times as long', 'computing jitters by 10 %', 'gradients clipped to a norm of 1')
+        """
+        found = [f"rank {rank} computes {factor:g} times as long" for rank, factor in sorted(self.slowdown.items())]
+        if self.jitter:
+            found.append(f"computing jitters by {100 * self.jitter:g} %")
+        if self.clip_norm is not None:
+            found.append(f"gradients clipped to a norm of {self.clip_norm:g}")
+        return tuple(found)
+
+
 class Result(Record):
     """One method on one workload."""
 
@@ -95,6 +119,7 @@ class Results(Document):
     started: str
     #: Where the workers were: in a lab with links of some rate, on the loopback, in a cluster.
     place: str
+    conditions: Conditions = Conditions()
     #: What a short probe measured there before the bake-off.
     network: Network | None = None
     notes: tuple[str, ...] = ()

@@ -3,7 +3,8 @@
     python -m gradientflow.bench.worker SPEC.json        (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
-machine meets all methods alike, and ratios are taken within a round. A block's time runs from barrier to barrier.
+machine meets all methods alike, and ratios are taken within a round. A block's time runs from barrier to barrier, and
+what a method puts off from one iteration to the next is finished before the second.
 "compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with one
 method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file
 the specification names.
@@ -11,6 +12,7 @@ the specification names.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
@@ -18,7 +20,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,23 +29,26 @@ from torch import nn
 
 from gradientflow.bench.arena import die_with_parent
 from gradientflow.bench.methods import BUCKETS_MB, POWERSGD_START, Method, method, stock_ddp, without_number
-from gradientflow.bench.results import Ratio, Result, Spread, Timeline
+from gradientflow.bench.results import Conditions, Ratio, Result, Spread, Timeline
+from gradientflow.bench.timelines import NOTED_BY_FLOWS, Phase, extent, timelines, watched, within, without
 from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage, way_to_others
 from gradientflow.cost.evaluate import limit_s
 from gradientflow.documents import Document, Record, parse_json
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab.limits import goodput
-from gradientflow.lab.replay import Replay
+from gradientflow.lab.replay import Jitter, Replay
 from gradientflow.lab.workloads import timed
 from gradientflow.network import Network
 from gradientflow.probe import measure_network
 from gradientflow.profiles import Profile
-from gradientflow.trace import MAIN, Span, Trace, aligned
+from gradientflow.runtime.pooled import OBSERVED_STEPS
+from gradientflow.trace import Span, Trace
 
 TIMEOUT_S = 300.0
 PROBE_S = 8.0
-#: DDP lays its buckets out anew after the first, and a hook may begin later.
-WARM_UP_ITERATIONS = POWERSGD_START + 2
+#: DDP lays its buckets out anew after the first, a hook or a plan may begin later, and begins with what lasts: threads,
+#: memory.
+WARM_UP_ITERATIONS = max(POWERSGD_START, OBSERVED_STEPS) + 2
 MIN_ROUNDS = 9
 PILOT_ROUNDS = 3
 CPU_BOUND = 0.85
@@ -68,8 +73,7 @@ class Specification(Document):
     batch: int
     #: What the probe before may take.
     probe_s: float = PROBE_S
-    #: By rank: how many times longer its computing takes.
-    slowdown: dict[int, float] = {}  # noqa: RUF012 - pydantic copies it
+    conditions: Conditions = Conditions()
     findings: str
 
 
@@ -100,8 +104,9 @@ class Bakeoff:
     def __init__(self, spec: Specification, tell: Callable[[Progress], None]) -> None:
         self._spec, self._tell = spec, tell
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        profile = _slowed(spec.profile, spec.slowdown.get(self._rank, 1.0))
-        self._module = Replay(profile, seed=self._rank, lend=False)
+        profile = _slowed(spec.profile, spec.conditions.slowdown.get(self._rank, 1.0))
+        self._jitter = Jitter(spec.conditions.jitter, seed=self._rank)
+        self._module = Replay(profile, seed=self._rank, lend=False, jitter=self._jitter)
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3, momentum=0.9)
         self._models: dict[str, nn.Module] = {}
         self._methods: dict[str, Method] = {}
@@ -123,7 +128,7 @@ class Bakeoff:
         for number in range(self._spec.max_rounds):
             # By the number alone: all ranks draw the same.
             for name in random.Random(number).sample(names, len(names)):
-                self._blocks[name].append(self._block(name, self._spec.iterations))
+                self._blocks[name].append(self._block(name, self._spec.iterations, number))
             if self._agreed_enough(number + 1):
                 break
         results = [self._result(name) for name in names]
@@ -137,7 +142,7 @@ class Bakeoff:
     # - Measuring
 
     def _wrap(self, name: str) -> None:
-        self._models[name] = self._methods[name].wrap(self._module)
+        self._models[name] = self._methods[name].wrap(self._module, self._optimizer)
         self._blocks[name] = []
         self._row_notes.setdefault(name, [])
 
@@ -160,15 +165,16 @@ class Bakeoff:
         self._unwrap(name)
         return most
 
-    def _block(self, name: str, iterations: int) -> _Block:
+    def _block(self, name: str, iterations: int, number: int = 0) -> _Block:
+        """number: of the round, in which all methods meet the same jitter."""
+        self._jitter.restart(number)
         self._disarm()
         model = self._models[name]
         dist.barrier()
         start_s, before = time.perf_counter(), self._usage()
         for _ in range(iterations):
-            self._optimizer.zero_grad()
-            model().backward()
-            self._optimizer.step()
+            self._iterate(model)
+        self._finish(model)
         used = self._usage().since(before)
         dist.barrier()
         return _Block(
@@ -177,6 +183,23 @@ class Bakeoff:
             sent_nbytes=used.sent_nbytes / self._spec.num_sharing / iterations,
             busy_share=used.busy_s / used.total_s if used.total_s else 0.0,
         )
+
+    def _iterate(self, model: nn.Module, phase: Phase = contextlib.nullcontext) -> None:
+        with phase("optimizer"):
+            self._optimizer.zero_grad()
+        with phase("forward"):
+            loss = model()
+        with phase("backward"):
+            loss.backward()
+        with phase("optimizer"):
+            if self._spec.conditions.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self._module.parameters(), self._spec.conditions.clip_norm)
+            self._optimizer.step()
+
+    def _finish(self, model: nn.Module) -> None:
+        """What a method has put off it does in its own time: nobody's messages or updates are left to the next."""
+        if isinstance(model, DistributedDataParallel):
+            model.flow.synchronize()
 
     def _disarm(self) -> None:
         """No wrapper of ours exchanges until its own forward pass says so: it may be the turn of compute alone."""
@@ -188,19 +211,18 @@ class Bakeoff:
         return usage(self._spec.interface)
 
     def _best_ddp(self, name: str) -> Method:
-        """The bucket size that is fastest in a pilot on rank 0's clock; it is measured anew afterwards."""
-        medians = {}
+        """With the bucket size that is fastest in a pilot; it is measured anew afterwards."""
+        seconds = {}
         for bucket_mb in BUCKETS_MB:
             pilot = f"pilot, {bucket_mb} MB"
             self._methods[pilot] = stock_ddp(bucket_mb)
             self._wrap(pilot)
             self._block(pilot, WARM_UP_ITERATIONS)
-            medians[bucket_mb] = statistics.median(self._block(pilot, 2).seconds for _ in range(PILOT_ROUNDS))
+            seconds[bucket_mb] = [self._block(pilot, 2, number).seconds for number in range(PILOT_ROUNDS)]
             self._unwrap(pilot)
-        chosen = [min(medians, key=lambda bucket_mb: medians[bucket_mb])]
-        dist.broadcast_object_list(chosen, src=0)
-        self._row_notes[name] = [f"buckets of {chosen[0]} MB"]
-        return stock_ddp(chosen[0], name)
+        chosen_mb = fastest(seconds)
+        self._row_notes[name] = [f"buckets of {chosen_mb} MB"]
+        return stock_ddp(chosen_mb, name)
 
     def _agreed_enough(self, rounds: int) -> bool:
         """Rank 0 decides for all."""
@@ -276,60 +298,36 @@ class Bakeoff:
             self._unwrap(name)
             self._models[name] = watch(self._module, messages)
             self._block(name, WARM_UP_ITERATIONS)
-            messages.clear()
         model = self._models[name]
         self._disarm()
         dist.barrier()
-        work = self._watched_iteration(model)
+        self._iterate(model)
+        work, exposed = watched(lambda phase: self._iterate(model, phase), list(self._module.parameters()))
+        self._finish(model)
+        start_s, end_s = extent(work)
+        waits = [exposed]
         if isinstance(model, DistributedDataParallel):
-            messages = [span for span in model.flow.trace().of_kind("message") if span.end_s >= work[0].start_s]
-        mine = Trace(rank=self._rank, epoch_s=time.time() - time.perf_counter(), spans=(*work, *messages))
+            trace = model.flow.trace()
+            messages = trace.of_kind("message")
+            waits = within([span for kind in NOTED_BY_FLOWS for span in trace.of_kind(kind)], start_s, end_s)
+        on_the_wire = [span for span in messages if span.end_s > start_s and span.start_s < end_s]
+        spans = (*without(work, waits), *waits, *on_the_wire)
+        mine = Trace(rank=self._rank, epoch_s=time.time() - time.perf_counter(), spans=spans)
         traces: list[Trace] = [mine] * self._world
         dist.all_gather_object(traces, mine)
-        traces = aligned([_as_step_0(trace) for trace in traces])
-        first_s = traces[0].epoch_s + traces[0].of_kind("forward")[0].start_s
-        return [
-            Timeline(method=name, rank=trace.rank, spans=_from(first_s - trace.epoch_s, trace.spans))
-            for trace in traces
-        ]
+        return timelines(name, traces)
 
-    def _watched_iteration(self, model: nn.Module) -> list[Span]:
-        """What the training thread did: backward computes until the last gradient is there, then it waits."""
-        arrived_s = [0.0]
 
-        def note(parameter: torch.Tensor) -> None:
-            arrived_s[0] = time.perf_counter()
-
-        parameters = list(self._module.parameters())
-        handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]  # type: ignore[no-untyped-call]
-        self._optimizer.zero_grad()
-        moments = [time.perf_counter()]
-        loss = model()
-        moments.append(time.perf_counter())
-        loss.backward()
-        moments += [arrived_s[0], time.perf_counter()]
-        self._optimizer.step()
-        moments.append(time.perf_counter())
-        for handle in handles:
-            handle.remove()
-        kinds = ("forward", "backward", "exposed", "optimizer")
-        return [
-            Span(kind, kind, MAIN, start_s, end_s, 0)
-            for kind, start_s, end_s in zip(kinds, moments, moments[1:], strict=False)
-        ]
+def fastest(seconds: Mapping[int, Sequence[float]]) -> int:
+    """The choice with the least median, on rank 0's clock. Collective."""
+    chosen = [min(seconds, key=lambda choice: statistics.median(seconds[choice]))]
+    dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
 
 
 def _as_measured(profile: Profile, compute_s: float) -> Profile:
     """Its seconds stretched to those that were measured, the optimizer's included; one without any stays so."""
     return timed(profile, compute_s) if profile.forward_s + profile.backward_s else profile
-
-
-def _as_step_0(trace: Trace) -> Trace:
-    return trace._replace(spans=tuple(span._replace(step=0) for span in trace.spans))
-
-
-def _from(start_s: float, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    return tuple(span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans)
 
 
 def _slowed(profile: Profile, factor: float) -> Profile:

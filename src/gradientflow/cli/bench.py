@@ -48,13 +48,17 @@ def bench(
     batch: Annotated[int | None, typer.Option(help="Samples of one worker in an iteration.")] = None,
     scale: Annotated[float, typer.Option(help="Shrink the model, its distribution of sizes kept.")] = 1.0,
     straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, its computing takes longer.")] = None,
+    jitter: Annotated[float, typer.Option(help="Computing varies from iteration to iteration, by this share.")] = 0.0,
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm before each step.")] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="No lab: this machine's loopback.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
 ) -> None:
     """Measure methods of exchanging gradients, interleaved in one run, against stock DDP and against the limit."""
+    from gradientflow.bench.results import Conditions
     from gradientflow.bench.worker import MIN_ROUNDS, Specification
     from gradientflow.documents import check_writable
     from gradientflow.lab import parse_rate
+    from gradientflow.lab.replay import Jitter
     from gradientflow.lab.workloads import usual_batch
 
     in_a_world = "RANK" in os.environ
@@ -69,6 +73,10 @@ def bench(
     bits_per_s = parse_rate(rate or ("unshaped" if in_a_world or loopback else DEFAULT_RATE))
     if loopback and bits_per_s is not None:
         raise UsageError("--loopback has no --rate: leave one of them out")
+    if not 0.0 <= jitter <= Jitter.MOST:
+        raise UsageError(f"--jitter {jitter:g}: give a share from 0 to {Jitter.MOST}")
+    if clip is not None and not 0.0 < clip < float("inf"):
+        raise UsageError(f"--clip {clip:g}: give a norm above 0")
     if out is not None:
         check_writable(out)
     profile = _profile(workload, world, bits_per_s, compute, compute_ratio, device, batch, scale)
@@ -83,7 +91,7 @@ def bench(
         max_rounds=max_rounds,
         precision=precision,
         batch=batch or (1 if workload.endswith(".json") else usual_batch(workload)),
-        slowdown=_slowdown(straggler or [], world),
+        conditions=Conditions(slowdown=_slowdown(straggler or [], world), jitter=jitter, clip_norm=clip),
         findings="",
     )
     from gradientflow.bench.arena import arena
@@ -195,7 +203,7 @@ def _show(results: Results) -> None:
 def show_results(console: Console, results: Results) -> None:
     """The table, and what its columns mean."""
     first = results.results[0]
-    console.print(f"{first.workload}, {first.hosts} workers, {results.place}")
+    console.print("; ".join([f"{first.workload}, {first.hosts} workers, {results.place}", *results.conditions.words]))
     for note in results.notes:
         console.print(f"note: {note}", style="bold")
     console.print(_table(results))

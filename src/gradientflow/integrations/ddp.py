@@ -44,11 +44,13 @@ _REFUSED = {
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """See torch's class for its arguments. Three are ours:
+    """See torch's class for its arguments. Four are ours:
 
     recipe: how gradients travel, see `gradientflow.recipe`; `bucket_cap_mb` is short for "lazy:<size>".
     deadline_s: how long any one wait for ranks that are alive may last.
     nonfinite: what to do about an averaged gradient that is inf or nan; see `gradientflow.attach`.
+    optimizer: with it, a recipe that is made for a gate (flow, bytescheduler) has one: backward may return while
+        gradients travel, and `optimizer.step()` is put off, part by part, until forward needs its result.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         recipe: Recipe | str | None = None,
         deadline_s: float = DEADLINE_S,
         nonfinite: NonFinite = "pass",
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         given = locals()
         nn.Module.__init__(self)
@@ -121,6 +124,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._recipe = _recipe(recipe, bucket_cap_mb)
         self._deadline_s = deadline_s
         self._nonfinite = nonfinite
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"expected a torch.optim.Optimizer as optimizer, found {type(optimizer).__name__}")
+        self._optimizer = optimizer
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._comm_hook_names: list[str] = []
         self._divide_by_initial_world_size = True
@@ -175,7 +181,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         flow = open_flow(
             self.module,
-            None,
+            self._optimizer,
             self._recipe,
             self.process_group,
             options,
@@ -386,7 +392,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
             raise UsageError("a wrapper on a group of its own cannot be copied or pickled: save its state_dict()")
-        return {key: value for key, value in self.__dict__.items() if key not in ("process_group", "_flow")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("process_group", "_flow")} | {
+            "_optimizer": None  # the original's
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]

@@ -26,6 +26,8 @@ from gradientflow.runtime.options import NonFinite, Options
 from gradientflow.runtime.plain import PlainFlow
 from gradientflow.runtime.pooled import PooledFlow, in_order_of_registration
 from gradientflow.runtime.settings import RUN_ENV, SWITCH_ENV, Settings
+from gradientflow.runtime.shares import treats_parameters_one_by_one
+from gradientflow.runtime.sparse import sparse_names
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +49,14 @@ def attach(
     master_weights: bool = False,
     broadcast_buffers: bool = True,
     nonfinite: NonFinite = "pass",
+    gate: bool | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> Flow:
     """Average the gradients of `model` over all ranks, in every backward pass, as `recipe` says.
 
     Collective: every rank calls it, with the same model and recipe. Parameters and buffers become rank 0's.
-    From then on `loss.backward()` returns with averaged gradients, as it does under DDP.
+    From then on `loss.backward()` returns with averaged gradients, as it does under DDP; with a gate they may still be
+    on their way, and whatever touches a gradient or a parameter waits for it.
 
     recipe: "lazy" unless said otherwise here or by `gradientflow run --recipe`; see `gradientflow.recipe`.
     process_group: the default one unless given. Its connections are not used, only its members.
@@ -62,6 +66,8 @@ def attach(
     broadcast_buffers: make buffers rank 0's before each training forward, as DDP does.
     nonfinite: what to do, on all ranks together, if an averaged gradient is inf or nan: "pass" it on as DDP
         does, "raise", or "skip" the step (no parameter has a gradient, so `optimizer.step()` changes nothing).
+    gate: put `optimizer.step()` off, part by part, until the next forward pass needs its result, so that gradients
+        travel during forward too. None: if the recipe is made for it (flow, bytescheduler) and nothing forbids it.
     deadline_s: how long any one wait for ranks that are alive may last; then `DeadlineError`. A rank that is
         dead, stopped, gone or elsewhere is named within ten seconds (`PeerError`).
     """
@@ -77,7 +83,9 @@ def attach(
         overflow_is_handled=scaler is not None and scaler.is_enabled(),
         nonfinite=nonfinite,
     )
-    return open_flow(model, optimizer, recipe, process_group, options, profile=profile, deadline_s=deadline_s)
+    return open_flow(
+        model, optimizer, recipe, process_group, options, profile=profile, gate=gate, deadline_s=deadline_s
+    )
 
 
 def open_flow(
@@ -88,6 +96,7 @@ def open_flow(
     options: Options,
     *,
     profile: Profile | None = None,
+    gate: bool | None = None,
     deadline_s: float = DEADLINE_S,
     broadcast_parameters: bool = True,
     broadcast_first_buffers: bool = True,
@@ -96,6 +105,8 @@ def open_flow(
     settings = Settings.from_environment()
     chosen = settings.choose(recipe)
     _check(model, optimizer, profile, deadline_s, options)
+    gated = _may_gate(gate, chosen, model, optimizer, options)
+    options = dataclasses.replace(options, gate=gated, gradients_are_views=options.gradients_are_views or gated)
     group = process_group or dist.group.WORLD
     if group is None or not dist.is_initialized():
         raise UsageError(
@@ -107,7 +118,8 @@ def open_flow(
     exchange = Native(group, _device(model), chosen.lanes, deadline_s)
     try:
         guess = profile or in_order_of_registration(model, options.ignored)
-        plan = chosen.plan(guess, exchange.num_lanes)
+        observe = profile is None or chosen.needs_cost
+        plan = chosen.plan(guess, exchange.num_lanes, gated=options.gate and not observe)
         facts = {
             "recipe": str(chosen),
             SWITCH_ENV: "on" if settings.on else "off",
@@ -131,7 +143,7 @@ def open_flow(
             chosen,
             plan,
             options,
-            observe=profile is None or chosen.needs_cost,
+            observe=observe,
             run_directory=_run_directory(settings, chosen, exchange),
         )
     except BaseException as error:
@@ -146,6 +158,42 @@ def _compare(exchange: Native, settings: dict[str, str], model: nn.Module, optio
     exchanged = trainable(model, options.ignored)
     tensors = describe_tensors("tensor", everything) | describe_tensors("trainable", exchanged)
     compare(exchange.control, settings | tensors | describe_plan(plan))
+
+
+def _may_gate(
+    asked: bool | None,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: Options,
+) -> bool:
+    """Whether steps can be put off; raises if that was asked for and cannot be."""
+    if asked is False or (asked is None and not recipe.wants_gate):
+        return False
+    why_not = ""
+    if optimizer is None:
+        why_not = "there is no optimizer to put off: give it"
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        why_not = "LBFGS runs backward inside its step"
+    elif asked is None and not treats_parameters_one_by_one(optimizer):
+        why_not = (
+            f"whether {type(optimizer).__name__} can be run for some parameters at a time is yours to say, gate=True"
+        )
+    elif options.master_weights:
+        why_not = "master_weights=True rounds all copies after each step"
+    elif options.nonfinite != "pass":
+        why_not = f"nonfinite={options.nonfinite!r} looks at all gradients before a step"
+    elif recipe.codec().can_overflow and not options.overflow_is_handled:
+        why_not = "fp16 on the wire may overflow, so all gradients are looked at before a step: use +bf16"
+    elif sparse_names(model, trainable(model, options.ignored)):
+        why_not = "the model has sparse gradients"
+    elif any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        why_not = "TorchScript uses parameters unseen"
+    if why_not and asked:
+        raise UsageError(f"gate=True, but {why_not}")
+    if why_not and optimizer is not None and dist.is_initialized() and dist.get_rank() == 0:
+        _log.warning("recipe '%s' runs without a gate: %s", recipe, why_not)
+    return not why_not
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -181,7 +229,7 @@ def _check(
     known = set(parameters.values())
     strangers = [
         tuple(parameter.shape)
-        for parameter in (held_by(optimizer) if optimizer else ())
+        for parameter in (held_by(optimizer) if optimizer and not options.forward_is_told else ())
         if parameter.requires_grad and parameter not in known
     ]
     if strangers:

@@ -1,5 +1,5 @@
-"""The things we need from PyTorch's autograd that have no public name: the end-of-backward callback, the
-node that is running, and the context of distributed autograd.
+"""The things we need from PyTorch that have no public name: the end-of-backward callback, the node that is
+running, the context of distributed autograd, and what `zero_grad` calls for many gradients at once.
 
 Nothing else in the package may touch them (tests/test_layers.py). DDP itself stands on the first, and
 `torch.utils.checkpoint` on the second, so they are as stable as private names get.
@@ -13,6 +13,8 @@ import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
 from torch.autograd import Variable
+
+foreach_zero_ = torch._foreach_zero_
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -37,10 +38,12 @@ from gradientflow.runtime.context import ContextGradients
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
 from gradientflow.runtime.observe import ForwardObserver
-from gradientflow.runtime.optimizers import AnyOptimizer, OneOptimizer, Optimizers
+from gradientflow.runtime.optimizers import AnyOptimizer, Given, OneOptimizer, Optimizers
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.skips import Forwards, Skipped, compare_skips
 from gradientflow.trace import MAIN, Recorder, Span, Trace
+
+_log = logging.getLogger(__name__)
 
 
 class Memory(Record):
@@ -66,7 +69,9 @@ class Flow(ABC):
         self._model = model
         self._options = options
         self._known: set[int] = set()  # identities of what is exchanged, masters included
-        self._optimizers: Optimizers = OneOptimizer(optimizer) if optimizer else AnyOptimizer(self._known)
+        self._optimizers: Optimizers = AnyOptimizer(self._known)
+        if optimizer is not None:
+            self._optimizers = OneOptimizer(optimizer, alone=not options.forward_is_told)
         self._masters: MasterWeights | None = None
         self._exchange = exchange
         self._parameters: dict[str, nn.Parameter] = {}
@@ -85,6 +90,7 @@ class Flow(ABC):
         self._forwards = Forwards()
         self._num_contributing = exchange.world
         self._context = ContextGradients()
+        self._done: Skipped | None = None  # in the step that was exchanged last
         self._joined = False  # this rank has run out of inputs and only keeps the others company
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._broken: TrainingError | None = None
@@ -141,11 +147,10 @@ class Flow(ABC):
         self._observer = ForwardObserver(self._model, self._parameters)
         self._hold()
         self._handles += self._optimizers.watch(self._before_step, self._after_step)
+        if not self._options.forward_is_told or self._options.gate:
+            self._handles.append(self._model.register_forward_pre_hook(_uncompiled(self._before_forward)))
         if not self._options.forward_is_told:
-            self._handles += [
-                self._model.register_forward_pre_hook(_uncompiled(self._before_forward)),
-                self._model.register_forward_hook(_uncompiled(self._after_forward)),
-            ]
+            self._handles.append(self._model.register_forward_hook(_uncompiled(self._after_forward)))
         self._exchange.health.place = "between attach and the first forward pass"
         self._exchange.health.trainer = threading.get_ident()
         _open_flows.add(self)
@@ -162,9 +167,10 @@ class Flow(ABC):
         what they make of a gradient is what travels."""
 
     @abstractmethod
-    def _finish(self, missing: list[int], skipped: bool) -> bool:
+    def _finish(self, missing: list[int], skipped: bool) -> bool | None:
         """All gradients but the `missing` have arrived: make every gradient the average over ranks.
-        Returns whether any rank had `skipped` anything."""
+        Returns whether any rank had `skipped` anything; None if that is still on its way, and `_conclude` will be
+        called when it is there."""
 
     @property
     @abstractmethod
@@ -193,6 +199,10 @@ class Flow(ABC):
         """How often this rank has handed the exchange to code that is not ours, and got it back."""
         return 0
 
+    def _updated(self) -> str:
+        """Of the last step, how many parts have been done if it was put off: all, none, or how many."""
+        return "all"
+
     def _can_overflow(self) -> bool:
         """Whether finite gradients may have become inf on the way."""
         return False
@@ -213,9 +223,16 @@ class Flow(ABC):
         finally:
             self.exchanging = before
 
+    @property
+    def gated(self) -> bool:
+        """Whether `optimizer.step()` is put off, part by part, until the next forward pass needs its result."""
+        return False
+
     def synchronize(self) -> None:
-        """Raise unless every gradient of the last exchanged backward pass is the average over ranks."""
+        """Return when every gradient of the last exchanged backward pass is the average over ranks and every step
+        that was asked for is done."""
         self._check_whole()
+        self.catch_up()
 
     def trace(self) -> Trace:
         """What happened on this rank, up to the last 100,000 spans."""
@@ -261,6 +278,13 @@ class Flow(ABC):
         """Take everything away that `attach` put there. Finished gradients stay as they are."""
         if self._closed or os.getpid() != self._process:  # a forked child has neither the threads nor the hooks' use
             return
+        try:
+            if self._broken is None:
+                self.catch_up()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         self._closed = True
         atexit.unregister(self.close)
         _open_flows.discard(self)
@@ -281,8 +305,13 @@ class Flow(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self.close()
+        except TrainingError as error:
+            if kind is None:
+                raise
+            _log.warning("%s; an exception was on its way already", error)
 
     # - For a wrapper that runs the model itself (`Options.forward_is_told`)
 
@@ -297,7 +326,7 @@ class Flow(ABC):
             self._take_anew()
         self._exchange.health.place = "forward"
         if self._observer:
-            self._observer.begin_forward()
+            self._observer.begin_forward(record=self._options.gate and not self.gated)
         self._forward_began_s = self._recorder.clock()
         self._step_began_s = self._step_began_s or self._forward_began_s
 
@@ -341,6 +370,9 @@ class Flow(ABC):
         They are exchanged when it ends, all at once."""
         self._context.context = context
 
+    def catch_up(self) -> None:  # noqa: B027 - nothing, unless a way of travelling puts things off
+        """Finish what was put off: gradients of the last exchange, updates by the last step."""
+
     def look_again(self) -> None:
         """Parameters may have become others (a dtype): look at the next training forward pass, on all ranks."""
         self._stale = True
@@ -363,8 +395,13 @@ class Flow(ABC):
     # - Hooks
 
     def _before_forward(self, model: nn.Module, args: object) -> None:
-        if not (model.training and torch.is_grad_enabled()) or inside_backward():
-            return  # evaluation may happen on one rank only; recomputation is not a forward pass
+        if inside_backward():
+            return  # recomputation is not a forward pass
+        if not (model.training and torch.is_grad_enabled()):
+            self.catch_up()  # torch's layers have other paths for parameters that are not plain ones
+            return  # evaluation may happen on one rank only
+        if self._options.forward_is_told:
+            return
         self.begin_forward()
         if self.exchanging and self._options.broadcast_buffers:
             self.broadcast(list(model.buffers()), Moment.TRAINING)
@@ -381,6 +418,7 @@ class Flow(ABC):
     def _open(self) -> None:
         """Before a gradient is taken up, once a backward pass (again after an inner one has ended)."""
         self._check_unbroken()
+        self.catch_up()
         self._watching = True
         at_end_of_backward(self._backward_ended)
         if not self._opened_s:
@@ -453,10 +491,16 @@ class Flow(ABC):
             self._masters.take_gradients()
         if not self._joined:
             self._last_arrived_s, self._last_opened_s = self._arrived_s.copy(), self._opened_s
+        self._done = mine
         self._step_ended()
+        if somebody_skipped is not None:
+            self._conclude(somebody_skipped)
+
+    def _conclude(self, somebody_skipped: bool) -> None:
+        """It is known what all ranks did: agree on what follows from it."""
         with self._breaking():
             self._settle()
-            offenders = compare_skips(self._exchange.control, mine) if somebody_skipped else {}
+            offenders = compare_skips(self._exchange.control, self._done) if somebody_skipped else {}
         self._judge(offenders)
 
     def _step_ended(self) -> None:
@@ -506,10 +550,17 @@ class Flow(ABC):
     def _recover(self) -> None:
         """Meet the other ranks again after a failure. Collective; what was exchanged last is lost."""
         exchange = self._exchange.renewed()
-        stands = exchange.control.gather(f"{self._step} {self._num_calls_outside()}", "compare steps after a failure")
+        stand = f"{self._step} {self._num_calls_outside()} {self._updated()}"
+        stands = exchange.control.gather(stand, "compare steps after a failure")
+        steps, calls, updated = zip(*(stand.split() for stand in stands), strict=True)
+        if len(set(updated)) > 1 or not {"none", "all"}.issuperset(updated):
+            exchange.close()
+            raise TrainingError(
+                f"after '{self._broken}' the last step was taken by some parts of the model and not by others "
+                f"({', '.join(updated)} by rank): load a checkpoint, then close and attach again, on all ranks"
+            )
         if len(set(stands)) > 1:
             exchange.close()
-            steps, calls = zip(*(stand.split() for stand in stands), strict=True)
             raise TrainingError(
                 f"after '{self._broken}' ranks stand at different steps ({', '.join(steps)} by rank): load a "
                 "checkpoint, then close and attach again, on all ranks"
@@ -530,6 +581,7 @@ class Flow(ABC):
         """Parameters that were frozen are trainable now, or have another dtype. Collective: it is so on all
         ranks, or raises."""
         self._stale = False
+        self.catch_up()
         self._take()
         with self._breaking():
             self._restart()
@@ -572,10 +624,13 @@ class Flow(ABC):
         for parameter in held:
             parameter.grad = None
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Given | None:
+        """Gets the arguments of `step`, and may give others in their place."""
         self._check_whole()
         self._check_owners()
-        if self._local and isinstance(self._optimizers, OneOptimizer):
+        if self._local and isinstance(self._optimizers, OneOptimizer) and self._optimizers.alone:
             raise UsageError(
                 "optimizer.step() with gradients that never left this rank: the last backward pass before "
                 "step() must run outside no_sync()"
@@ -584,6 +639,7 @@ class Flow(ABC):
             self._exchange.health.num_skipped += 1
         self._stepped_at[optimizer] = self._step
         self._exchange.health.place = "optimizer.step()"
+        return None
 
     def _check_owners(self) -> None:
         """Everything the optimizer updates must be exchanged, also what it was given since `attach`."""

@@ -13,13 +13,13 @@ from typing import Any
 class OriginalOnly:
     """Calls `function`; its copies do not."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
-    def __reduce__(self) -> tuple[Callable[..., OriginalOnly], tuple[Callable[..., None]]]:
+    def __reduce__(self) -> tuple[Callable[..., OriginalOnly], tuple[Callable[..., Any]]]:
         return OriginalOnly, (_nothing,)
 
 

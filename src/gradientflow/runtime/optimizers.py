@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -12,30 +14,57 @@ from torch.utils.hooks import RemovableHandle
 from gradientflow.runtime.hooks import OriginalOnly
 
 Seen = Callable[[torch.optim.Optimizer], None]
+#: Arguments of `step`, the optimizer itself first.
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+#: May give other arguments in their place.
+Asked = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Given | None]
 
 
 class Optimizers(Protocol):
-    def watch(self, before_step: Seen, after_step: Seen) -> list[RemovableHandle]:
+    def watch(self, before_step: Asked, after_step: Seen) -> list[RemovableHandle]:
         """Call these around every `step()`."""
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """What will be updated, as far as that is known beforehand."""
 
 
+class _StepHook(OriginalOnly):
+    """Before `step`, on behalf of a flow."""
+
+
 class OneOptimizer:
-    """The optimizer that `attach` was given."""
+    """The optimizer that `attach` was given. `alone`: everything it holds is exchanged, and nothing but it steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, alone: bool = True) -> None:
+        self.optimizer, self.alone = optimizer, alone
+        self._before: RemovableHandle | None = None
 
-    def watch(self, before_step: Seen, after_step: Seen) -> list[RemovableHandle]:
+    def watch(self, before_step: Asked, after_step: Seen) -> list[RemovableHandle]:
+        self._before = self.optimizer.register_step_pre_hook(_StepHook(before_step))
         return [
-            self.optimizer.register_step_pre_hook(OriginalOnly(lambda optimizer, args, kwargs: before_step(optimizer))),
+            self._before,
             self.optimizer.register_step_post_hook(OriginalOnly(lambda optimizer, args, kwargs: after_step(optimizer))),
         ]
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        return held_by(self.optimizer)
+        return held_by(self.optimizer) if self.alone else iter(())
+
+    def hears_last(self) -> bool:
+        """Whether no hook of somebody else's comes between ours and `step`: it might change gradients."""
+        before, hooks = self._before, self._hooks()
+        assert before is not None
+        after = itertools.takewhile(lambda number: number != before.id, reversed(hooks))
+        return all(isinstance(hooks[number], _StepHook) for number in after)
+
+    def hear_last(self) -> None:
+        """From the next step on. Not while hooks run."""
+        assert self._before is not None
+        self._hooks().move_to_end(self._before.id)
+
+    def _hooks(self) -> OrderedDict[int, object]:
+        found: OrderedDict[int, object] | None = self._before.hooks_dict_ref() if self._before else None
+        assert found is not None
+        return found
 
 
 class AnyOptimizer:
@@ -44,18 +73,18 @@ class AnyOptimizer:
     def __init__(self, known: set[int]) -> None:
         self._known = known
 
-    def watch(self, before_step: Seen, after_step: Seen) -> list[RemovableHandle]:
-        def when_ours(seen: Seen) -> Callable[..., None]:
-            def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-                if any(id(parameter) in self._known for parameter in held_by(optimizer)):
-                    seen(optimizer)
+    def watch(self, before_step: Asked, after_step: Seen) -> list[RemovableHandle]:
+        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return before_step(optimizer, args, kwargs) if self._is_ours(optimizer) else None
 
-            return hook
+        def after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            if self._is_ours(optimizer):
+                after_step(optimizer)
 
-        return [
-            register_optimizer_step_pre_hook(when_ours(before_step)),
-            register_optimizer_step_post_hook(when_ours(after_step)),
-        ]
+        return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in self._known for parameter in held_by(optimizer))
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return iter(())

@@ -28,5 +28,7 @@ class Options:
     may_use_none: bool = False
     #: Whoever made the flow calls `begin_forward` and `end_forward`; else hooks on the model do.
     forward_is_told: bool = False
+    #: `optimizer.step()` may be put off, part by part, until the next forward pass needs its result.
+    gate: bool = False
     #: Names of parameters and buffers to leave alone.
     ignored: frozenset[str] = field(default_factory=frozenset)

@@ -2,10 +2,10 @@
 
 A parameter's `.grad` is a view into the pool, so a message is a range of the pool and needs no packing.
 Behind the gradients of one buffer lies one more element for every tensor, its presence: 1 if this rank has
-a gradient for it in this step; and one that is 1 if this rank has skipped something that other ranks may
-have done. They travel with the plan's last message; after the sum they tell, at no extra message, which
-tensors no rank used, and whether ranks have to compare notes. Only "zero or not" is ever asked of them,
-which survives every codec.
+a gradient for it in this step; one that is 1 if this rank has skipped something that other ranks may
+have done; and one that is 1 if it asks for another plan. They travel with the first message that is complete only
+when backward ends; after the sum they tell, at no extra message, which tensors no rank used, and whether ranks
+have to talk. Only "zero or not" is ever asked of them, which survives every codec.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Pool:
             parameter = parameters[name]
             members.setdefault((parameter.device, parameter.dtype), {})[name] = parameter
         #: The message that carries presence. It cannot leave before backward has ended.
-        self.last = len(plan.messages) - 1
-        last_tensor = plan.messages[-1].slices[0].tensor if plan.messages else ""
+        self.carrier = _last_to_be_ready(plan, parameters)
+        last_tensor = plan.messages[self.carrier].slices[0].tensor if plan.messages else ""
         self._names = plan.layout
-        num_extra = 0 if presence_apart else len(self._names) + 1
+        num_extra = 0 if presence_apart else len(self._names) + 2
         self._buffers: dict[_Key, _Buffer] = {
             key: _Buffer(tensors, num_extra if last_tensor in tensors else 0) for key, tensors in members.items()
         }
@@ -77,9 +77,9 @@ class Pool:
         self.views = {name: buffer.view(name, parameters[name]) for name, buffer in self._buffer_of.items()}
         carrier = self._buffer_of.get(last_tensor)
         if carrier is None:
-            self.presence = torch.zeros(len(self._names) + 1)
+            self.presence = torch.zeros(len(self._names) + 2)
         elif presence_apart:
-            self.presence = torch.zeros(len(self._names) + 1, device=carrier.flat.device)
+            self.presence = torch.zeros(len(self._names) + 2, device=carrier.flat.device)
         else:
             self.presence = carrier.flat[carrier.numel :]
 
@@ -94,7 +94,7 @@ class Pool:
             (buffer.offsets[piece.tensor] + piece.start, buffer.offsets[piece.tensor] + piece.stop)
             for piece in message.slices
         ]
-        if index == self.last:
+        if index == self.carrier:
             bounds.append((buffer.numel, buffer.size))
         joined: list[tuple[int, int]] = []
         for start, stop in bounds:
@@ -109,11 +109,12 @@ class Pool:
         for buffer in self._buffers.values():
             buffer.flat.mul_(factor)
 
-    def mark_absent(self, absent: set[str], skipped: bool) -> None:
-        """State which tensors this rank has a gradient for in this step, all but `absent`, and whether it
-        skipped anything."""
+    def mark_absent(self, absent: set[str], skipped: bool, asks: bool = False) -> None:
+        """State which tensors this rank has a gradient for in this step, all but `absent`, whether it skipped
+        anything, and whether it asks for another plan."""
         self.presence.fill_(1)
-        self.presence[-1] = float(skipped)
+        self.presence[-2] = float(skipped)
+        self.presence[-1] = float(asks)
         for index, name in enumerate(self._names) if absent else ():
             if name in absent:
                 self.presence[index] = 0
@@ -122,12 +123,27 @@ class Pool:
         """Of the tensors absent here, those that no rank had: to be asked after the sum."""
         if not absent:
             return set()
-        present = zip(self._names, self.presence[:-1].tolist(), strict=True)
+        present = zip(self._names, self.presence[:-2].tolist(), strict=True)
         return {name for name, somewhere in present if name in absent and not somewhere}
 
     def somebody_skipped(self) -> bool:
         """To be asked after the sum. Not known on an accelerator, which would have to be waited for."""
+        return self.presence.device.type == "cpu" and bool(self.presence[-2] != 0)
+
+    def somebody_asks(self) -> bool:
+        """As `somebody_skipped`."""
         return self.presence.device.type == "cpu" and bool(self.presence[-1] != 0)
+
+
+def _last_to_be_ready(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> int:
+    """Of the messages that hold part of what backward yields last, the first that goes."""
+    filled = [name for name in plan.layout if parameters[name].numel()]
+    holding = (
+        index
+        for index, message in enumerate(plan.messages)
+        if filled and any(piece.tensor == filled[-1] for piece in message.slices)
+    )
+    return next(holding, len(plan.messages) - 1)
 
 
 def _fills_a_range(parameter: torch.Tensor) -> bool:

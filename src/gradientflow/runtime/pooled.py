@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from gradientflow.compress import Exact
+from gradientflow.cost.table import Cost
 from gradientflow.documents import parse_json
 from gradientflow.errors import TrainingError, UsageError
 from gradientflow.exchange import Native
@@ -20,12 +22,23 @@ from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.comm_hooks import CommHook, HookPump
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import ArrivalHook, Flow, Memory, trainable
+from gradientflow.runtime.gate import Exchange, Gate
+from gradientflow.runtime.hooks import OriginalOnly
+from gradientflow.runtime.optimizers import Given, OneOptimizer
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.pool import Pool
 from gradientflow.runtime.pricing import measure_cost
 from gradientflow.runtime.pump import Pump
+from gradientflow.runtime.replanning import Replanning
+from gradientflow.runtime.shares import Watch
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.runtime.streams import streams_for
+from gradientflow.runtime.waiting import UnfinishedGradient
+
+_log = logging.getLogger(__name__)
+
+#: Of schedules that go by time: the first pass through a model takes longer than those after it.
+OBSERVED_STEPS = 3
 
 
 class PooledFlow(Flow):
@@ -50,11 +63,21 @@ class PooledFlow(Flow):
         self._run_directory = run_directory
         self._comm_hooks: list[CommHook] = []
 
+        self._gate: Gate | None = None
+        self._gate_shut = ""  # why steps are not put off after all
+        self._watch_optimizer: Watch | None = None
+        self._optimizer_is_known = False  # a whole step of it was watched, and it can be run in parts
+        self._num_objections = 0
+        self._replanning = Replanning()
+        self._cost: Cost | None = None
+        self._num_observed = 0
+
         # - The plan, and what follows from it. Hooks hold on to the lists, so they are changed in place.
         self._observes = self._observing = observe
         self._next_plan: Plan | None = None
         self._pool: Pool | None = None
         self._views: list[torch.Tensor] = []  # empty ones for sparse gradients
+        self._handed: list[torch.Tensor] = []  # what `.grad` becomes: those, or what waits for them
         self._scales: list[torch.Tensor | float] = []
         self._messages_of: list[tuple[int, ...]] = []
         self._num_missing: list[int] = []  # per message: gradients that have not arrived
@@ -66,10 +89,24 @@ class PooledFlow(Flow):
         self._build()
         self._install(plan)
         self._watch()
+        if options.gate:
+            assert isinstance(self._optimizers, OneOptimizer) and options.gradients_are_views
+            before = OriginalOnly(lambda *given: self.catch_up())
+            self._handles.append(self._optimizers.optimizer.register_state_dict_pre_hook(before))
+            self._handles.append(self._optimizers.optimizer.register_load_state_dict_pre_hook(before))
 
     @property
     def plan(self) -> Plan:
         return self._plan_now
+
+    @property
+    def gated(self) -> bool:
+        return self._gate is not None and bool(self._plan_now.stages) and not self._gate_shut
+
+    def begin_forward(self) -> None:
+        super().begin_forward()
+        if self._gate is not None:
+            self._gate.enter_model()
 
     def memory(self) -> Memory:
         assert self._pool is not None
@@ -82,10 +119,12 @@ class PooledFlow(Flow):
 
     def state_dict(self) -> dict[str, Any]:
         """Holds the plan too: the order of a sum decides its last bits, so an exact resume needs it."""
+        self.catch_up()
         plan = (self._next_plan or self._plan_now).model_dump_json()
         return super().state_dict() | {"recipe": str(self.recipe), "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.catch_up()
         plan = None
         if isinstance(state, Mapping) and state.get("recipe") == str(self.recipe) and "plan" in state:
             # Lanes are this world's own affair: a state saved on another backend may count others.
@@ -100,11 +139,12 @@ class PooledFlow(Flow):
             self._observing = False
             self._next_plan = plan
 
-    def close(self) -> None:
-        if self._closed:
-            return
+    def _let_go(self) -> None:
+        if self._gate is not None:
+            self._gate.cancel()
+            self._gate.take_doors_away()
         self._pump.close()  # before the lanes' groups go
-        super().close()
+        super()._let_go()
         if self._run_directory is not None:
             self._run_directory.write_trace(self.trace())
             if self._exchange.global_rank == 0:
@@ -117,7 +157,7 @@ class PooledFlow(Flow):
             raise UsageError(
                 f"recipe '{self.recipe}' has a codec, which a comm hook would replace: leave one of them out"
             )
-        self._check_whole()
+        self.synchronize()
         self._comm_hooks.append(hook)
         self._pump.close()
         self._build()
@@ -142,6 +182,12 @@ class PooledFlow(Flow):
             self._scales[:] = [_scale(parameter, exchange.world) for parameter in parameters]
         self._num_expected[:] = [0 if self._options.static_graph else 1] * len(parameters)
         self._num_seen[:] = [0] * len(parameters)
+        if self._gate is not None:
+            self._gate.take_doors_away()
+            self._gate = None
+        if self._options.gate and not self._comm_hooks:
+            asked = Exchange(self._wait_for, self._wait_for_all, self._conclude_early, self._breaking)
+            self._gate = Gate(parameters, asked, self._recorder)
 
     def _restart(self) -> None:
         self._pump.close()
@@ -150,7 +196,7 @@ class PooledFlow(Flow):
         plan = self.recipe.plan(guess, self._exchange.num_lanes)
         compare(self._exchange.control, describe_tensors("trainable", self._parameters) | describe_plan(plan))
         self._pool, self._views[:] = None, []
-        self._next_plan, self._observing = None, self._observes
+        self._next_plan, self._observing, self._num_observed = None, self._observes, 0
         self._install(plan)
 
     def _install(self, plan: Plan) -> None:
@@ -164,6 +210,7 @@ class PooledFlow(Flow):
         self._plan_now = plan
         nothing = torch.empty(0)
         self._views[:] = [pool.views.get(name, nothing) for name in self._names]
+        self._handed[:] = self._views
         for name, gradient in living.items():
             pool.views[name].copy_(gradient)
             self._parameters[name].grad = pool.views[name]
@@ -180,19 +227,39 @@ class PooledFlow(Flow):
         self._messages_of[:] = [tuple(messages_of[name]) for name in self._names]
         # The message with presence waits for one thing more, the end of backward.
         self._num_tensors = [
-            len({piece.tensor for piece in message.slices}) + (index == pool.last)
+            len({piece.tensor for piece in message.slices}) + (index == pool.carrier)
             for index, message in enumerate(plan.messages)
         ]
         self._num_missing[:] = self._num_tensors
+        if self._gate is not None and plan.stages:
+            self._load_gate(self._gate, plan)
+
+    def _load_gate(self, gate: Gate, plan: Plan) -> None:
+        number = {name: index for index, name in enumerate(self._names)}
+        stages = [(_label(stage), [number[name] for name in stage]) for stage in plan.stages]
+        behind: dict[nn.Module, list[int]] = {}
+        for name, module in (self._observer.doors if self._observer else {}).items():
+            behind.setdefault(module, []).append(number[name])
+        at_start = behind.pop(self._model, [])
+        gate.load(stages, self._messages_of, self._views, list(behind.items()), at_start)
+        if self.gated:
+            self._handed[:] = gate.handed
 
     def _agree_on_observed_plan(self) -> None:
-        """Collective, at the end of the first exchanged backward pass, when every rank is here."""
+        """Collective, when every rank is here: at the end of the first exchanged backward passes, or when somebody
+        has asked for it."""
         self._observing = False
         exchange, observed = self._exchange, self.profile()
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
-        cost = measure_cost(exchange, self._codec, device, self._step) if self.recipe.needs_cost else None
+        if self.recipe.needs_cost and self._cost is None:
+            self._cost = measure_cost(exchange, self._codec, device, self._step)
+        gated = self._gate is not None and not self._gate_shut
+        whole = self._replanning.agreed(self._step)
         # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair.
-        own = self.recipe.plan(observed, exchange.num_lanes, cost).model_dump_json() if exchange.rank == 0 else ""
+        own = ""
+        if exchange.rank == 0:
+            plan = self.recipe.plan(observed, exchange.num_lanes, self._cost, gated=gated, whole=whole)
+            own = plan.model_dump_json()
         plan = parse_json(Plan, exchange.control.from_rank_0(own, "hear rank 0's plan"), "rank 0's plan")
         plan.check(observed)
         compare(exchange.control, describe_plan(plan))
@@ -234,7 +301,7 @@ class PooledFlow(Flow):
         """What is done with gradient `index` once it is complete."""
         flow, as_view = self, self._options.gradients_are_views
         arrived_s, views, scales = self._arrived_s, self._views, self._scales
-        messages_of, num_missing = self._messages_of, self._num_missing
+        messages_of, num_missing, handed = self._messages_of, self._num_missing, self._handed
         clock, multiply = self._recorder.clock, torch.mul
         if self._names[index] in self._sparse.names:
             return lambda parameter: arrived_s.__setitem__(index, clock())
@@ -252,9 +319,10 @@ class PooledFlow(Flow):
                     gradient = flow._plain_gradient(index, gradient)
                 multiply(gradient, scales[index], out=view)
                 if as_view:
-                    parameter.grad = view
+                    parameter.grad = handed[index]
             else:
                 view.mul_(scales[index])
+                parameter.grad = handed[index]
             arrived_s[index] = clock()
             for message in messages_of[index]:
                 num_missing[message] -= 1
@@ -282,26 +350,126 @@ class PooledFlow(Flow):
         return gradient.detach()
 
     def _begin(self) -> None:
+        if isinstance(self._pump, Pump):
+            self._replanning.stood(self._pump.idle_s, self._opened_s - self._last_opened_s)
         if self._next_plan is not None:
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
         self._pump.begin(self._step)
 
-    def _finish(self, missing: list[int], skipped: bool) -> bool:
+    def _finish(self, missing: list[int], skipped: bool) -> bool | None:
         pool = self._pool
         assert pool is not None
         missing = self._take_late(missing)
         absent, kept = self._fill_in(missing)
-        pool.mark_absent(absent | kept.keys(), skipped)
-        self._pump.finish([message for message, number in enumerate(self._num_missing) if number > 0])
+        pool.mark_absent(absent | kept.keys(), skipped, asks=self._asks())
+        remaining = [message for message, number in enumerate(self._num_missing) if number > 0]
         self._num_missing[:] = self._num_tensors
         self._num_seen[:] = [0] * len(self._num_seen)
+        alone = self._joined or self._context.context is not None or self._num_contributing != self._exchange.world
+        if self.gated and not alone:
+            self._leave(remaining, absent, kept)
+            return None
+        self._pump.finish(remaining)
         if self._num_contributing != self._exchange.world and not self._comm_hooks:
             pool.scale(self._exchange.world / self._num_contributing)
         self._sparse.sum(self._step, self._num_contributing, self._joined)
         if not self._joined:
             self._hand_out(absent, kept)
+        if self.gated:
+            self._finish_gradients()
         return pool.somebody_skipped()
+
+    def _leave(self, remaining: list[int], absent: set[str], kept: dict[str, torch.Tensor]) -> None:
+        """Let the rest travel by itself, and the gate do what is left."""
+        assert isinstance(self._pump, Pump) and self._gate is not None and self._pool is not None
+        self._pump.launch(remaining)
+        if absent or kept:
+            # What no rank has is not to have a gradient; that is known when presence has arrived.
+            self._pump.wait([self._pool.carrier])
+            self._hand_out(absent, kept)
+        on_their_way = [
+            index for index, name in enumerate(self._names) if self._parameters[name].grad is self._handed[index]
+        ]
+        self._gate.open(self._step, on_their_way)
+
+    # - For the gate
+
+    def _wait_for(self, messages: Sequence[int]) -> None:
+        assert isinstance(self._pump, Pump)
+        self._pump.wait(messages)
+
+    def _wait_for_all(self) -> None:
+        self._pump.finish([])
+
+    def _conclude_early(self) -> None:
+        assert isinstance(self._pump, Pump) and self._pool is not None
+        with self._breaking():
+            self._pump.wait([self._pool.carrier])
+        self._conclude(self._pool.somebody_skipped())
+
+    def catch_up(self) -> None:
+        if self._gate is not None:
+            self._gate.finish()
+
+    def _updated(self) -> str:
+        return self._gate.updated if self._gate is not None and self.gated else super()._updated()
+
+    def _drop_gradients(self) -> None:
+        if self._gate is not None:
+            self._gate.cancel()
+        super()._drop_gradients()
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Given | None:
+        is_ours = self._stepped_at.get(optimizer) != self._step  # else another wrapper's, or a second one
+        super()._before_step(optimizer, args, kwargs)
+        if self._gate is None or self._gate_shut or not is_ours:
+            self.catch_up()
+            return None
+        assert isinstance(self._optimizers, OneOptimizer)
+        if len(args) > 1 or any(value is not None for value in kwargs.values()):
+            self._shut_gate("optimizer.step() was given a closure")
+        elif not (self._plan_now.stages and self._optimizer_is_known):
+            self.catch_up()
+            self._watch_optimizer = Watch(optimizer)
+        elif not self._optimizers.hears_last():
+            self.catch_up()  # a hook behind ours may change gradients
+        else:
+            now = self._gate.put_off(optimizer)
+            self._replanning.saw(self._gate.was_whole)
+            if now is not None:
+                return (now, *args[1:]), kwargs
+        return None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._after_step(optimizer)
+        if self._watch_optimizer is not None:
+            objection = self._watch_optimizer.objection(optimizer)
+            self._watch_optimizer = None
+            self._optimizer_is_known = not objection
+            self._num_objections = self._num_objections + 1 if objection else 0
+            if self._num_objections == OBSERVED_STEPS:  # a first step may prepare things
+                self._shut_gate(objection)
+        if self._gate is not None:
+            assert isinstance(self._optimizers, OneOptimizer)
+            self._optimizers.hear_last()
+
+    def _shut_gate(self, why: str) -> None:
+        self.catch_up()
+        self._gate_shut = why
+        self._handed[:] = self._views
+        if self._exchange.rank == 0:
+            _log.warning("the gate is shut, no step is put off from now on: %s", why)
+
+    def _asks(self) -> bool:
+        """Whether this rank would have another plan."""
+        if not self.recipe.needs_cost or self._observing:
+            return False
+        return self._replanning.wanted(self._step, shut=bool(self._gate_shut and self._plan_now.stages))
+
+    # - Pieces of a step
 
     def _take_late(self, missing: list[int]) -> list[int]:
         """Take what arrived less often than expected, or in a first step that only counts. Returns what never
@@ -333,7 +501,7 @@ class PooledFlow(Flow):
                 kept[name] = gradient.clone()
             torch.mul(gradient, self._scales[index], out=view)
             if self._options.gradients_are_views:
-                parameter.grad = view
+                parameter.grad = self._handed[index]
         return absent, kept
 
     @torch.no_grad()
@@ -342,12 +510,15 @@ class PooledFlow(Flow):
         assert self._pool is not None
         nowhere = self._pool.absent_everywhere(absent | kept.keys())
         as_view = self._options.gradients_are_views
+        number = {name: index for index, name in enumerate(self._names)}
         for name in absent - nowhere:
             view = self._pool.views[name]
-            self._parameters[name].grad = view if as_view else view.clone()
+            self._parameters[name].grad = self._handed[number[name]] if as_view else view.clone()
         for name in kept.keys() & nowhere:
             gradient = self._parameters[name].grad
-            if gradient is not None:
+            if as_view:  # its place in the pool may still be written to
+                self._parameters[name].grad = kept[name]
+            elif gradient is not None:
                 gradient.copy_(kept[name])
         if not as_view:
             for name, view in self._pool.views.items():
@@ -355,13 +526,31 @@ class PooledFlow(Flow):
                 if gradient is not None and name not in nowhere:
                     gradient.copy_(view)
 
+    def _finish_gradients(self) -> None:
+        """Nothing is on its way: what would wait for it is the gradient itself."""
+        for parameter, view, handed in zip(self._parameters.values(), self._views, self._handed, strict=True):
+            if handed is not view and parameter.grad is handed:
+                parameter.grad = view
+
     def _abandon(self) -> None:
+        if self._gate is not None:
+            self._gate.cancel()
         for parameter, view in zip(self._parameters.values(), self._views, strict=False):
-            if parameter.grad is view or not self._options.gradients_are_views:
+            if (
+                parameter.grad is view
+                or isinstance(parameter.grad, UnfinishedGradient)
+                or not self._options.gradients_are_views
+            ):
                 parameter.grad = None
 
     def _settle(self) -> None:
+        assert self._pool is not None
         if self._observing:
+            self._num_observed += not self._joined
+            if self._num_observed < (OBSERVED_STEPS if self.recipe.needs_cost or self._options.gate else 1):
+                return
+            self._agree_on_observed_plan()
+        elif self._pool.somebody_asks():
             self._agree_on_observed_plan()
 
     def _num_calls_outside(self) -> int:
@@ -380,6 +569,10 @@ def in_order_of_registration(
     sparse = sparse_names(model, parameters)
     tensors = [TensorProfile.of(name, parameter) for name, parameter in parameters.items() if name not in sparse]
     return Profile(tensors=tuple(reversed(tensors)))
+
+
+def _label(stage: Sequence[str]) -> str:
+    return stage[0] if len(stage) == 1 else f"{stage[0]} .. {stage[-1]}"
 
 
 def _scale(parameter: torch.Tensor, world: int) -> torch.Tensor | float:

@@ -3,7 +3,8 @@
 A lane is a queue of messages and the right to carry its head. Whoever holds that right carries one
 conversation from its first question to its last: the lane's own thread while backward runs, and the
 training thread itself once it has nothing else to do. So the last message of a step, the one nobody can
-hide, costs no hand-over between threads, and a model that fits in one message never starts a thread.
+hide, costs no hand-over between threads, and a model that fits in one message never starts a thread. With a
+gate, training goes on while messages travel (`launch`) and waits for some of them at a time (`wait`).
 
 Invariant: each lane carries its messages in the order of the plan ([Note: plan order] in plan.py), one at
 a time, whatever thread does it.
@@ -12,6 +13,7 @@ a time, whatever thread does it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,6 +40,7 @@ class Pump:
         self._labels: list[str] = []
         self._places: list[str] = []
         self._lane_of: list[int] = []
+        self._place_of: list[int] = []  # in its lane's queue
         self._lanes = [_Lane(number, self._carry) for number in range(exchange.num_lanes)]
 
     def load(self, plan: Plan, ranges: Sequence[list[torch.Tensor]]) -> None:
@@ -50,7 +53,9 @@ class Pump:
         self._lane_of = [message.lane for message in plan.messages]
         self._ready_s = [0.0] * len(plan.messages)
         queues: list[list[int]] = [[] for _ in self._lanes]
+        self._place_of = [0] * len(plan.messages)
         for message, _, lane in plan.sequence():
+            self._place_of[message] = len(queues[lane])
             queues[lane].append(message)
         for queue, owner in zip(queues, self._lanes, strict=True):
             owner.load(queue)
@@ -72,11 +77,31 @@ class Pump:
         own = self._lane_of[remaining[-1]] if remaining else 0
         for message in remaining:
             self.ready(message, wake=self._lane_of[message] != own)
-        # The exchange holds every question to its deadline; this is for a lane that hangs anywhere else.
-        patience_s = 2 * self._exchange.deadline_s
         for number in (own, *(lane.number for lane in self._lanes if lane.number != own)):
-            self._lanes[number].drain(patience_s)
+            self._lanes[number].drain(self._patience_s)
         self._streams.join()
+
+    def launch(self, remaining: Sequence[int]) -> None:
+        """Backward is over and `remaining` are complete too: let the lanes carry everything by themselves."""
+        for message in remaining:
+            self.ready(message)
+
+    def wait(self, messages: Sequence[int]) -> None:
+        """Return when these have been carried; raise what went wrong on their lanes."""
+        for message in messages:
+            self._lanes[self._lane_of[message]].wait(self._place_of[message], self._patience_s)
+        self._streams.join()
+
+    @property
+    def idle_s(self) -> float:
+        """In the step that was carried last, how long lanes stood before a message that was not ready although others
+        behind it were; the most of any lane."""
+        return max(lane.idle_s for lane in self._lanes)
+
+    @property
+    def _patience_s(self) -> float:
+        # The exchange holds every question to its deadline; this is for a lane that hangs anywhere else.
+        return 2 * self._exchange.deadline_s
 
     def wire_nbytes(self) -> int:
         """The most that conversations hold beside the pool: each lane its largest message."""
@@ -101,6 +126,7 @@ class Pump:
                 nbytes += sum(tensor.nbytes for tensor in question.tensors)
                 self._exchange.answer(question, lane, self._step + 1, f"step {self._step}, {self._places[message]}")
         details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
+        details["idle_s"] = self._lanes[lane].stood_s
         end_s = self._recorder.clock()
         self._recorder.add(Span("message", self._labels[message], f"lane {lane}", start_s, end_s, self._step, details))
 
@@ -120,6 +146,9 @@ class _Lane:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None  # started when there is something to overlap
+        self.idle_s = 0.0
+        self.stood_s = 0.0  # of it, before the message that was taken last
+        self._stuck_since_s = 0.0  # others are ready, the head is not; 0.0: it is not so
 
     def load(self, queue: list[int]) -> None:
         with self._changed:
@@ -132,10 +161,12 @@ class _Lane:
             assert not self._busy and self._next == len(self._queue)
             self._next = 0
             self._ready.clear()
+            self.idle_s = self.stood_s = self._stuck_since_s = 0.0
 
     def mark(self, message: int, wake: bool) -> None:
         with self._changed:
             self._ready.add(message)
+            self._note_idleness()
             if wake and self._thread is None:
                 name = f"gradientflow-lane-{self.number}"
                 self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -160,6 +191,14 @@ class _Lane:
         if self._error is not None:
             raise self._error
 
+    def wait(self, place: int, patience_s: float) -> None:
+        """Until the message at this place of the queue has been carried."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._error is not None or self._next > place, patience_s):
+                raise DeadlineError(f"lane {self.number} has not moved for {patience_s:g} s")
+        if self._error is not None:
+            raise self._error
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -171,7 +210,7 @@ class _Lane:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.notify()  # someone may be draining
+                self._changed.notify_all()  # someone may be draining, others may wait
                 self._changed.wait_for(lambda: self._closed or (self._may_work() and self._head_is_ready()))
                 if self._closed:
                     return
@@ -184,9 +223,20 @@ class _Lane:
     def _head_is_ready(self) -> bool:
         return self._error is None and self._next < len(self._queue) and self._queue[self._next] in self._ready
 
+    def _note_idleness(self) -> None:
+        stuck = bool(self._ready) and not self._busy and not self._head_is_ready()
+        if stuck and not self._stuck_since_s:
+            self._stuck_since_s = time.perf_counter()
+        elif not stuck and self._stuck_since_s:
+            self.stood_s = time.perf_counter() - self._stuck_since_s
+            self.idle_s += self.stood_s
+            self._stuck_since_s = 0.0
+
     def _take(self) -> int:
         self._busy = True
-        return self._queue[self._next]
+        message = self._queue[self._next]
+        self._ready.discard(message)
+        return message
 
     def _carry_taken(self, message: int) -> None:
         error: BaseException | None = None
@@ -198,3 +248,5 @@ class _Lane:
             self._busy = False
             self._error = error
             self._next += error is None
+            self.stood_s = 0.0
+            self._note_idleness()

@@ -7,18 +7,51 @@ same plan from the same profile, on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from gradientflow.cost.evaluate import Stages
 from gradientflow.cost.table import Cost
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
+from gradientflow.schedule.flow import flow as _flow
 from gradientflow.schedule.fusion import bsp, lazy, wfbp
 from gradientflow.schedule.merge import merge as _merge
 from gradientflow.schedule.merge import mg_wfbp
+from gradientflow.schedule.priority import PARTITION_NBYTES, bytescheduler
+from gradientflow.schedule.sizes import parse_nbytes
 
 #: Name in a recipe -> function of (profile, argument as written after the colon, "" if none).
 SCHEDULES: dict[str, Callable[[Profile, str], Plan]] = {"bsp": bsp, "wfbp": wfbp, "lazy": lazy}
 
-#: Those that need to know what messages cost -> function of (profile, cost).
-PRICED: dict[str, Callable[[Profile, Cost], Plan]] = {"mg-wfbp": mg_wfbp, "merge": _merge}
 
-__all__ = ["PRICED", "SCHEDULES", "bsp", "lazy", "mg_wfbp", "wfbp"]
+@dataclass(frozen=True)
+class Terms:
+    """What messages cost, on how many lanes, and what a gate waits for."""
+
+    cost: Cost
+    num_lanes: int = 1
+    gated: bool = False
+    stages: Stages = ()
+
+
+def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
+    nbytes = parse_nbytes(argument) if argument else PARTITION_NBYTES
+    return bytescheduler(profile, terms.cost, partition_nbytes=nbytes, num_lanes=terms.num_lanes)
+
+
+def _flow_on(profile: Profile, argument: str, terms: Terms) -> Plan:
+    return _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
+
+
+#: Those that need to know more -> function of (profile, argument, terms).
+PRICED: dict[str, Callable[[Profile, str, Terms], Plan]] = {
+    "mg-wfbp": lambda profile, argument, terms: mg_wfbp(profile, terms.cost),
+    "merge": lambda profile, argument, terms: _merge(profile, terms.cost),
+    "bytescheduler": _bytescheduler,
+    "flow": _flow_on,
+}
+#: Those whose order pays only if the next forward pass waits layer by layer.
+FOR_A_GATE = frozenset({"bytescheduler", "flow"})
+WITH_A_SIZE = frozenset({"bytescheduler"})
+
+__all__ = ["FOR_A_GATE", "PRICED", "SCHEDULES", "WITH_A_SIZE", "Terms", "bsp", "lazy", "mg_wfbp", "wfbp"]

@@ -34,6 +34,7 @@ CPU_BOUND = "CPU-bound"
 #: Between the iterations of two methods in the merged trace, as a share of the longest.
 _GAP = 0.05
 TABLE_ROWS = 200
+COMPUTE_KINDS = ("forward", "backward", "optimizer", "update")
 #: In the timelines of all ranks and methods: about 4 MB of the page.
 PAGE_SPANS = 30_000
 
@@ -80,7 +81,7 @@ def _page(results: Results) -> Page:
     num_methods = len([row for row in rows if row.method != "compute"])
     page = Page(
         f"{first.workload}: {count(num_methods, 'method')} on {count(first.hosts, 'worker')}",
-        f"{results.place}; {results.started}",
+        "; ".join([results.place, *results.conditions.words, results.started]),
     )
     page.add(notes([*results.notes, *_warnings(rows)]))
     page.section(
@@ -184,8 +185,9 @@ def _timelines(page: Page, results: Results) -> list[str]:
     sets = [[Group(method, spans.get((method, rank), ())) for method in methods] for rank in shown]
     left = f" Ranks {shown[-1] + 1} to {ranks[-1]} are in the trace only." if len(shown) < len(ranks) else ""
     caption = (
-        "One more iteration of each method after the measurement, on rank 0's clock. Messages are shown from when they "
-        f"were issued to their end.{left}"
+        "One more iteration of each method after the measurement, in the midst of others, on rank 0's clock: a method "
+        "that puts updates off begins it with what the one before left to it. Messages are shown from when they were "
+        f"issued to their end.{left}"
     )
     plot = page.plot("timeline", timeline(sets), caption, ("Rank", [str(rank) for rank in shown]))
     return [plot, details("The same in figures", _timeline_table(results.timelines))]
@@ -208,7 +210,7 @@ def _timeline_table(timelines: Sequence[Timeline]) -> str:
     for found in timelines[:TABLE_ROWS]:
         messages = [span for span in found.spans if span.kind == "message"]
         exposed_s = sum(span.duration_s for span in found.spans if span.kind == "exposed")
-        computed_s = sum(span.duration_s for span in found.spans if span.kind in ("forward", "backward", "optimizer"))
+        computed_s = sum(span.duration_s for span in found.spans if span.kind in COMPUTE_KINDS)
         end_s = max((span.end_s for span in found.spans), default=0.0)
         cells = (found.method, str(found.rank), times.of(end_s), times.of(computed_s), str(len(messages)))
         rows.append(Row((*cells, times.of(exposed_s))))
@@ -259,6 +261,7 @@ def _add_origin(page: Page, results: Results) -> None:
                 ("machine", f"{machine.platform}, {machine.cores} cores"),
                 ("versions", f"gradientflow {machine.gradientflow}, torch {machine.torch}, Python {machine.python}"),
                 ("where", results.place),
+                ("conditions", ", ".join(results.conditions.words) or "as the workload says"),
                 ("started", results.started),
                 ("blocks", ", ".join(f"{row.method} {row.iteration_s.n}" for row in results.results)),
             ]

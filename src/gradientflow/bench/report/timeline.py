@@ -13,6 +13,7 @@ from gradientflow.bench.report.page import (
     GREEN,
     GREY,
     ORANGE,
+    PURPLE,
     SKY,
     VERMILLION,
     Figure,
@@ -33,10 +34,18 @@ _COLOURS = {
     "forward": SKY,
     "backward": BLUE,
     "optimizer": GREEN,
+    "update": PURPLE,
     "message": ORANGE,
     "exposed": VERMILLION,
 }
-_ROWS = {"step": "iteration", "forward": "compute", "backward": "compute", "optimizer": "compute", "exposed": "exposed"}
+_ROWS = {
+    "step": "iteration",
+    "forward": "compute",
+    "backward": "compute",
+    "optimizer": "compute",
+    "update": "compute",
+    "exposed": "exposed",
+}
 _NAMES = {"step": "iteration"}
 #: Heights in pixels.
 _ROW, _TITLE, _LEGEND, _AXIS = 22, 26, 48, 48

@@ -1,0 +1,308 @@
+"""The gate: backward returns while gradients travel, and each part of the model waits for its own.
+
+    backward ends        messages go on; `.grad` waits when it is touched (`open`)
+    optimizer.step()     is put off, hyper-parameters noted (`put_off`)
+    next forward         the first use of a parameter waits for the messages of its stage, and that stage's share
+                         of the step runs there (`_advance`)
+    next backward        whatever is left is finished first (`finish`)
+
+A stage is some tensors that forward uses one after the other (`Plan.stages`); taking them together is cheaper than
+one by one. Where a parameter is used is not guessed: any use of its values, at any place, brings its stage up to
+date (runtime/waiting.py). Nothing here depends on stages being what forward really does, but the time it takes.
+
+What touches gradients before `step()` gets them one by one as they arrive, and the step of those that were touched
+is not put off; so clipping makes every step a whole one, after all gradients, as without a gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gradientflow.errors import TrainingError
+from gradientflow.runtime.hooks import OriginalOnly
+from gradientflow.runtime.shares import Shares
+from gradientflow.runtime.waiting import UnfinishedGradient, make_pending, make_plain
+from gradientflow.trace import MAIN, Recorder, Span
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the gate asks of the flow it belongs to."""
+
+    #: Return when these messages have arrived.
+    wait_for: Callable[[Sequence[int]], None]
+    wait_for_all: Callable[[], None]
+    #: Once an exchange, before any of its results is used: raise if they must not be.
+    conclude: Callable[[], None]
+    #: A failure inside ends the exchange.
+    breaking: Callable[[], AbstractContextManager[None]]
+
+
+@dataclass
+class _Stage:
+    name: str
+    indices: tuple[int, ...]
+    messages: tuple[int, ...]
+    #: Parameters whose update is still to come.
+    put_off: list[int] = field(default_factory=list)
+
+
+class Gate:
+    """For `parameters`, which are numbered by their place."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], exchange: Exchange, recorder: Recorder) -> None:
+        self._parameters = list(parameters)
+        self._exchange = exchange
+        self._recorder = recorder
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._stages: list[_Stage] = []
+        self._stage_of: dict[int, _Stage] = {}
+        self._messages_of: Sequence[Sequence[int]] = ()
+        self._views: Sequence[torch.Tensor] = ()
+        self._handles: list[RemovableHandle] = []
+        self._at_start: Callable[..., None] = lambda: None
+        #: What `.grad` becomes when a gradient is on its way.
+        self.handed: list[UnfinishedGradient] = []
+
+        # - The exchange that is under way
+        #: Whether gradients may be on their way, or updates put off.
+        self.is_open = False
+        self._step = 0
+        self._unfinished: set[int] = set()
+        self._concluded = True
+        self._shares: Shares | None = None
+        self._zero_later: set[int] = set()
+        self._num_updated = self._num_put_off = 0  # stages, of the last step
+        #: True, if the last step came after all gradients had been touched.
+        self.was_whole = False
+
+    def load(
+        self,
+        stages: Sequence[tuple[str, Sequence[int]]],
+        messages_of: Sequence[Sequence[int]],
+        views: Sequence[torch.Tensor],
+        doors: Sequence[tuple[nn.Module, Sequence[int]]],
+        at_start: Sequence[int],
+    ) -> None:
+        """New stages, by name and parameters; by parameter, its messages and its place in the pool. Before a
+        module's forward pass runs, the parameters given with it in `doors` are brought up to date; those given
+        `at_start` before the whole model's."""
+        self.finish()
+        self.take_doors_away()
+        self._messages_of, self._views = messages_of, views
+        self._stages = [
+            _Stage(name, tuple(indices), tuple(sorted({m for index in indices for m in messages_of[index]})))
+            for name, indices in stages
+        ]
+        self._stage_of = {index: stage for stage in self._stages for index in stage.indices}
+        self.handed = [
+            UnfinishedGradient.of(
+                view, functools.partial(self._touch_gradient, index), functools.partial(self._zero_when_done, index)
+            )
+            for index, view in enumerate(views)
+        ]
+        for module, indices in doors:
+            self._handles.append(module.register_forward_pre_hook(OriginalOnly(self._door(indices))))
+        self._at_start = self._door(at_start)
+
+    def take_doors_away(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _door(self, indices: Sequence[int]) -> Callable[..., None]:
+        stages = list({id(stage): stage for index in indices if (stage := self._stage_of.get(index))}.values())
+
+        def hook(*given: object) -> None:
+            if torch.compiler.is_compiling():
+                return
+            for stage in stages:
+                if stage.put_off:
+                    self._advance(stage)
+
+        return hook
+
+    def enter_model(self) -> None:
+        """A training forward pass of the whole model begins."""
+        self._at_start()
+
+    # - In the order of a step
+
+    def open(self, step: int, indices: Sequence[int]) -> None:
+        """Backward has ended; the gradients of these parameters are `handed` out and on their way."""
+        with self._lock:
+            assert not self.is_open
+            self._step = step
+            self._unfinished = set(indices)
+            self._concluded = False
+            self._num_updated = self._num_put_off = 0
+            self.is_open = True
+
+    def put_off(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """At `optimizer.step()`: what to run in its place now; None for the optimizer as it is."""
+        with self._lock:
+            if not self.is_open or self._shares is not None:
+                self.finish()  # of a step() before this one, without an exchange in between
+                return None
+            shares = Shares(optimizer)
+            later = [
+                index
+                for index in self._unfinished
+                if shares.holds(parameter := self._parameters[index]) and parameter.grad is self.handed[index]
+            ]
+            self.was_whole = not later
+            if not later:
+                self.finish()
+                self._num_updated = self._num_put_off = 1
+                return None
+            now = shares.without({id(self._parameters[index]) for index in later})
+            if any(p.grad is not None for group in now.param_groups for p in group["params"]):
+                self._conclude()
+            self._shares = shares
+            shares.guard_state(self.finish)
+            for index in later:
+                stage = self._stage_of[index]
+                stage.put_off.append(index)
+                make_pending(self._parameters[index], functools.partial(self._advance, stage))
+            self._num_put_off = sum(bool(stage.put_off) for stage in self._stages)
+            return now
+
+    def finish(self) -> None:
+        """Return with every gradient averaged and every update done."""
+        with self._lock:
+            if not self.is_open:
+                return
+            self._conclude()
+            for stage in self._stages:
+                self._advance(stage)
+            if self._shares is not None:
+                self._shares.release_state()
+            with self._exchange.breaking():
+                began_s = self._recorder.clock()
+                self._exchange.wait_for_all()
+                self._waited(began_s, "the rest")
+            for index in list(self._unfinished):
+                self._hand_over(index)
+            self._forget_step()
+            self.is_open = False
+
+    @property
+    def updated(self) -> str:
+        """Of the last step, how many stages have been updated: all, none, or how many."""
+        if not self._num_updated:
+            return "none"
+        return "all" if self._num_updated == self._num_put_off else f"{self._num_updated}/{self._num_put_off}"
+
+    def cancel(self) -> None:
+        """Forget the exchange and what hung on it: parameters stay as they are, unfinished gradients go."""
+        with self._lock:
+            for stage in self._stages:
+                for index in stage.put_off:
+                    make_plain(self._parameters[index])
+                stage.put_off.clear()
+            for index in self._unfinished:
+                if self._parameters[index].grad is self.handed[index]:
+                    self._parameters[index].grad = None
+            self._unfinished.clear()
+            self._zero_later.clear()
+            self._forget_step()
+            self._concluded = True
+            self.is_open = False
+
+    def _forget_step(self) -> None:
+        if self._shares is not None:
+            self._shares.release_state()
+        self._shares = None
+
+    # - Touched
+
+    def _touch_gradient(self, index: int) -> None:
+        with self._lock:
+            if index not in self._unfinished:
+                return
+            stage = self._stage_of[index]
+            if index in stage.put_off:  # what is done to it now is after the step
+                self._advance(stage)
+                return
+            self._conclude()
+            with self._exchange.breaking():
+                began_s = self._recorder.clock()
+                self._exchange.wait_for(self._messages_of[index])
+                self._waited(began_s, "a gradient")
+            self._hand_over(index)
+
+    def _zero_when_done(self, index: int) -> bool:
+        """The user zeroes gradients after `step()`: the update still needs this one."""
+        if index in self._unfinished and index in self._stage_of[index].put_off:
+            self._zero_later.add(index)
+            return True
+        return False
+
+    def _advance(self, stage: _Stage) -> None:
+        """Bring a stage's parameters up to date."""
+        if os.getpid() != self._process:
+            raise TrainingError(
+                "a forked process uses parameters whose update was still to come: call synchronize() before the fork"
+            )
+        with self._lock:
+            if not stage.put_off:
+                return
+            self._conclude()
+            if not stage.put_off:
+                return  # concluded that it must not be
+            with self._exchange.breaking():
+                began_s = self._recorder.clock()
+                self._exchange.wait_for(stage.messages)
+                arrived_s = self._waited(began_s, stage.name)
+            self._update(stage)
+            self._recorder.add(Span("update", stage.name, MAIN, arrived_s, self._recorder.clock(), self._step + 1))
+
+    def _update(self, stage: _Stage) -> None:
+        assert self._shares is not None
+        indices, stage.put_off = stage.put_off, []
+        parameters = [self._parameters[index] for index in indices]
+        left = [parameter.grad for parameter in parameters]
+        for index, parameter in zip(indices, parameters, strict=True):
+            make_plain(parameter)
+            parameter.grad = self._views[index]
+        self._shares.run(parameters)
+        for index, parameter, gradient in zip(indices, parameters, left, strict=True):
+            parameter.grad = gradient
+            self._hand_over(index)
+        self._num_updated += 1
+
+    def _hand_over(self, index: int) -> None:
+        """The gradient has arrived, and the step has seen it."""
+        self._unfinished.discard(index)
+        parameter = self._parameters[index]
+        if parameter.grad is self.handed[index]:
+            parameter.grad = self._views[index]
+        if index in self._zero_later:
+            self._zero_later.discard(index)
+            self._views[index].zero_()
+
+    def _conclude(self) -> None:
+        if self._concluded:
+            return
+        self._concluded = True
+        try:
+            self._exchange.conclude()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _waited(self, began_s: float, name: str) -> float:
+        now_s = self._recorder.clock()
+        if now_s - began_s > 20e-6:  # nothing to wait for takes less
+            self._recorder.add(Span("exposed", name, MAIN, began_s, now_s, self._step + 1))
+        return now_s

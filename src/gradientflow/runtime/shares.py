@@ -1,0 +1,143 @@
+"""The user's own optimizer, run for some of its parameters at a time.
+
+What runs is the optimizer's own `step`, without its hooks, on a double that shares state and everything else with
+it but has other groups: those of `step()`, hyper-parameters as they were then, and in them only the parameters that
+are to be updated. The user's object is never changed.
+
+That is the same as one whole step for an optimizer that treats parameters one by one. One that keeps something for
+all of them, a counter in a group, say, changes it in `step`; `Watch` sees that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+
+class Shares:
+    """Parts of the step that `optimizer` is asked for now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = _without_hooks(type(optimizer))
+        self._state = optimizer.state
+        # A scheduler writes new values into groups, and into tensors in them, before the last part has run.
+        self._groups = [
+            {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        self._group_of = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._group_of
+
+    def without(self, left_out: Collection[int]) -> torch.optim.Optimizer:
+        """A double of the optimizer that leaves some parameters (identities) alone."""
+        groups = [{**group, "params": [p for p in group["params"] if id(p) not in left_out]} for group in self._groups]
+        return _double(self._optimizer, groups, self._state)
+
+    def guard_state(self, touched: Callable[[], None]) -> None:
+        """Until `release_state`, whoever looks into the optimizer's state calls `touched` first."""
+        self._optimizer.state = _WaitingState(self._state, touched)
+
+    def release_state(self) -> None:
+        if isinstance(self._optimizer.state, _WaitingState):
+            self._optimizer.state = self._state
+
+    def run(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Update these, by their `.grad`."""
+        members: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            members.setdefault(self._group_of[id(parameter)], []).append(parameter)
+        groups = [{**self._groups[number], "params": members[number]} for number in sorted(members)]
+        # A forward pass may be around: its modes are none of the optimizer's business.
+        with torch.inference_mode(False), torch.no_grad(), _no_autocast(groups[0]["params"][0].device.type):
+            self._step(_double(self._optimizer, groups, self._state))
+
+
+class Watch:
+    """Notices, around whole steps, whether an optimizer could be run in shares."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._before = _common_values(optimizer)
+
+    def objection(self, optimizer: torch.optim.Optimizer) -> str:
+        """What `step` has changed that belongs to all parameters, in words; empty if nothing."""
+        for key, value in _common_values(optimizer).items():
+            if key not in self._before or not _equal(self._before[key], value):
+                return f"{type(optimizer).__name__}.step() changes {key}, which is not one parameter's"
+        return ""
+
+
+def _common_values(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"{key!r} of group {number}": _value(value) for key, value in group.items() if key != "params"}
+    ours = ("state", "param_groups", "defaults")
+    # A scheduler counts calls of step() on the optimizer.
+    counted = ("_opt_called", "_step_count")
+    found |= {f"self.{k}": _value(v) for k, v in vars(optimizer).items() if k not in (*ours, *counted)}
+    return found
+
+
+def _value(value: object) -> object:
+    """Something that differs when the value is changed in place too, as far as that can be told."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    return value if isinstance(value, int | float | str | tuple | type(None)) else id(value)
+
+
+def _equal(one: object, other: object) -> bool:
+    return one is other or bool(one == other) or (one != one and other != other)
+
+
+def treats_parameters_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
+    """Of torch's own optimizers it is known; LBFGS is the one that does not."""
+    known = _without_hooks(type(optimizer)).__module__.startswith("torch.optim.")
+    return known and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """`step` as its author wrote it: torch wraps it to call hooks, which have been called for the whole step."""
+    step: Callable[..., Any] = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def _double(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]
+) -> torch.optim.Optimizer:
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.param_groups, double.state = groups, state
+    return double
+
+
+class _WaitingState(defaultdict[torch.Tensor, Any]):
+    """Stands before an optimizer's state, empty itself."""
+
+    def __init__(self, state: defaultdict[torch.Tensor, Any], touched: Callable[[], None]) -> None:
+        super().__init__(dict)
+        self._state, self._touched = state, touched
+
+
+def _forward_to_state(name: str) -> Callable[..., Any]:
+    def method(self: _WaitingState, *args: Any) -> Any:
+        self._touched()
+        return getattr(self._state, name)(*args)
+
+    return method
+
+
+for _name in (
+    "__contains__ __delitem__ __eq__ __getitem__ __ior__ __iter__ __len__ __ne__ __or__ __repr__ __reduce_ex__ "
+    "__reversed__ __setitem__ __deepcopy__ clear copy get items keys pop popitem setdefault update values"
+).split():
+    setattr(_WaitingState, _name, _forward_to_state(_name))
+
+
+def _no_autocast(device_type: str) -> torch.autocast:
+    return torch.autocast(device_type, enabled=False)

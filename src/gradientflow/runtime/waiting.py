@@ -1,0 +1,163 @@
+"""Tensors that wait when they are touched: gradients on their way, and parameters that are still to be updated.
+
+Both stand in for a plain tensor and step aside for good at the first use of its values, wherever that is: in the
+next forward pass, in clipping or logging, in a checkpoint. What only asks for a shape or a dtype goes through.
+
+[Note: every use] A parameter's values can be read through Python only by a torch function, and a class of its own
+sees all of those (`__torch_function__`); an observation of where parameters were used once would not see where they
+are used next time. A tensor may change its class: torch's own lazy parameters do. Code that goes around Python
+(TorchScript, CUDA graphs, extensions) sees memory, not classes; runtime/gate.py stands at the doors of modules for
+it. Gradients are also written by autograd's C++, so theirs dispatches below Python too (`__torch_dispatch__`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradientflow.runtime.autograd import foreach_zero_
+
+_T = torch.Tensor
+
+# Ask for no values. What this version of torch does not have, nobody asks for.
+_ATTRIBUTES = """
+    device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr
+    is_xpu itemsize layout name nbytes ndim output_nr requires_grad shape _version _backward_hooks
+    _post_accumulate_grad_hooks
+"""
+_METHODS = """
+    __len__ detach_ dim element_size get_device is_complex is_contiguous is_floating_point is_signed ndimension
+    nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset
+    stride
+"""
+#: As torch's dispatch names them.
+_VALUELESS: frozenset[Any] = frozenset(
+    [getattr(_T, name).__get__ for name in _ATTRIBUTES.split() if hasattr(_T, name)]
+    + [getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)]
+    + [getattr(_T.grad, name) for name in ("__get__", "__set__", "__delete__")]
+    + [getattr(_T.requires_grad, "__set__")]  # noqa: B009 - mypy takes it for a bool
+)
+_ZERO: frozenset[Any] = frozenset([_T.zero_, foreach_zero_])
+
+
+def _tensors_in(values: object) -> Iterator[torch.Tensor]:
+    """In arguments of torch functions: tensors, and lists, tuples and dicts of them."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors_in(value)
+    elif isinstance(values, dict):
+        yield from _tensors_in(list(values.values()))
+
+
+# - Gradients
+
+
+class UnfinishedGradient(torch.Tensor):
+    """What `.grad` is while the average is on its way into `plain`."""
+
+    plain: torch.Tensor
+    _touched: Callable[[], None]
+    _zero_later: Callable[[], bool]
+
+    @staticmethod
+    def of(plain: torch.Tensor, touched: Callable[[], None], zero_later: Callable[[], bool]) -> UnfinishedGradient:
+        """Call `touched` before any use of values. To be zeroed, it first offers that to `zero_later`, which says
+        whether it will see to it."""
+        gradient: UnfinishedGradient = torch.Tensor._make_subclass(UnfinishedGradient, plain)
+        gradient.plain, gradient._touched, gradient._zero_later = plain, touched, zero_later
+        return gradient
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, kinds: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ZERO:
+            gradients = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            later = [isinstance(gradient, cls) and gradient._zero_later() for gradient in gradients]
+            if all(later):
+                return args[0]
+            args = ([gradient for gradient, seen_to in zip(gradients, later, strict=True) if not seen_to],)
+            func = foreach_zero_
+        if func not in _VALUELESS:
+            _touch_all(args, kwargs)
+        return func(*_plain(args), **_plain(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, kinds: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """From C++: autograd adds to a gradient that is still on its way."""
+        _touch_all(args, kwargs)
+        return func(*_plain(args), **_plain(kwargs or {}))
+
+
+def _touch_all(args: object, kwargs: object) -> None:
+    for tensor in _tensors_in([args, kwargs]):
+        if isinstance(tensor, UnfinishedGradient):
+            tensor._touched()
+
+
+def _plain(values: Any) -> Any:
+    if isinstance(values, UnfinishedGradient):
+        return values.plain
+    if isinstance(values, list | tuple):
+        return type(values)(_plain(value) for value in values)
+    if isinstance(values, dict):
+        return {key: _plain(value) for key, value in values.items()}
+    return values
+
+
+# - Parameters
+
+#: By identity of a parameter that waits: what brings it up to date, and its class.
+_pending: dict[int, tuple[Callable[[], None], type[nn.Parameter]]] = {}
+
+
+def make_pending(parameter: nn.Parameter, touched: Callable[[], None]) -> None:
+    """From now on any use of its values calls `touched` first, which has to call `make_plain`."""
+    _pending[id(parameter)] = touched, type(parameter)
+    parameter.__class__ = _pending_type(type(parameter))
+
+
+def make_plain(parameter: nn.Parameter) -> None:
+    _, parameter.__class__ = _pending.pop(id(parameter))
+
+
+class _Pending:
+    """Comes before the parameter's own class."""
+
+    @classmethod
+    # Traced, it would be compiled anew at every step (torch 2.13).
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(
+        cls, func: Any, kinds: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _VALUELESS:
+            return nn.Parameter.__torch_function__(func, kinds, args, kwargs or {})  # type: ignore[no-untyped-call]
+        found = [_pending[id(tensor)] for tensor in _tensors_in([args, kwargs]) if id(tensor) in _pending]
+        # Hidden in an argument that we do not look into: it may be any of them.
+        for touched, _ in found or list(_pending.values()):
+            touched()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _pending[id(self)][0]()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _pending[id(self)][0]()
+        return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _pending_type(original: type[nn.Parameter]) -> type[nn.Parameter]:
+    kind: type[nn.Parameter] = types.new_class(f"Pending{original.__name__}", (_Pending, original))
+    return kind
