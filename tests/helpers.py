@@ -6,13 +6,18 @@ second. Nothing waits for ever: a rank that does not answer fails the test with 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing as mp
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -56,6 +61,63 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+class Script:
+    """A Python script in a process and session of its own. It is forked with torch loaded, which saves seconds, and
+    ends as any interpreter does: exit handlers, threads, modules."""
+
+    def __init__(self, path: Path, arguments: tuple[str, ...] = (), **environment: str) -> None:
+        self._outputs = [Path(tempfile.mkstemp(dir=path.parent)[1]) for _ in range(2)]
+        self._process = _CONTEXT.Process(target=_as_main, args=(path, arguments, environment, self._outputs))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        return self._outputs[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text()
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit code, negative if a signal ended it."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"the script still runs: {self.stderr}")
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """With all that it started."""
+        if self._process.exitcode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.join()
+
+
+def _as_main(path: Path, arguments: tuple[str, ...], environment: dict[str, str], outputs: list[Path]) -> None:
+    gc.freeze()  # what is loaded already need not be searched for garbage at the end
+    os.setsid()
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY), number)
+    os.environ.update(environment)
+    sys.argv = [str(path), *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    code: object = 0
+    try:
+        exec(compile(path.read_text(), path, "exec"), main.__dict__)
+    except SystemExit as leaving:
+        code = leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # A process of multiprocessing would end without all that an interpreter does at its end.
+    ctypes.pythonapi.Py_Exit(code)
 
 
 def _rank(rank: int, world: int, rendezvous: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:

@@ -1,6 +1,6 @@
 """Small models: three families to compare methods by, and odd ones to find what a method forgot.
 
-The families' large variants hold over 2 MB, so that 1 MB and 25 MB buckets differ. They are smooth (GELU, average
+The families' large variants hold over 500 KB, so that buckets of 250 KB are several. They are smooth (GELU, average
 pooling) and have no parameter whose gradient is rounding noise alone (an attention key's bias is one): otherwise one
 flipped bit grows without bound in 50 steps and the distance between two runs says nothing about either.
 """
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def mlp(large: bool) -> nn.Module:
-    hidden = 512 if large else 48
+    hidden = 256 if large else 48
     return nn.Sequential(nn.Linear(64, hidden), nn.GELU(), *_hidden(hidden, large), nn.Linear(hidden, 10))
 
 
@@ -34,7 +34,7 @@ class CNN(nn.Module):
             blocks += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.GELU()]
             blocks.append(nn.AvgPool2d(2))
         self.features = nn.Sequential(*blocks)
-        hidden = 512 if large else 32
+        hidden = 256 if large else 32
         self.head = nn.Sequential(nn.Linear(64, hidden), nn.GELU(), *_hidden(hidden, large), nn.Linear(hidden, 10))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Transformer(nn.Module):
 
     def __init__(self, large: bool) -> None:
         super().__init__()
-        width = 192 if large else 32
+        width = 96 if large else 32
         self.embed = nn.Linear(8, width)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         layer = nn.TransformerEncoderLayer(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
+
+from helpers import Script
 
 #: 5 s on a machine that does nothing else (benchmarks/faults.py); these tests share two cores with others.
 LIMIT_S = 10.0
@@ -50,52 +50,37 @@ class Job:
     def __init__(self, kind: str, script: str, tmp_path: Path) -> None:
         path = tmp_path / "script.py"
         path.write_text(PRELUDE + textwrap.dedent(script))
-        port = _free_port()
-        environment = os.environ | {
-            "KIND": kind, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, str(path)],
-                env=environment | {"RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            for rank in range(2)
-        ]
+        environment = {"KIND": kind, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+        self.ranks = [Script(path, RANK=str(rank), **environment) for rank in range(2)]
 
     def wait_for_word(self, rank: int, word: str) -> None:
-        stdout = self.ranks[rank].stdout
-        assert stdout is not None
-        for line in stdout:
-            if line.startswith(word):
-                return
-        raise AssertionError(f"rank {rank} never said {word!r}: {self.ranks[rank].stderr.read()}")  # type: ignore[union-attr]
+        end_s = time.monotonic() + 30
+        while not self._words(rank, word):
+            assert time.monotonic() < end_s, f"rank {rank} never said {word!r}: {self.ranks[rank].stderr}"
+            time.sleep(0.01)
+
+    def _words(self, rank: int, word: str) -> list[list[str]]:
+        return [line.split() for line in self.ranks[rank].stdout.splitlines() if line.startswith(word)]
 
     def end(self, since_s: float | None = None) -> list[tuple[int, str, float]]:
         """By rank: exit code, what it wrote to stderr, and seconds from `since_s` (or from its last word "end")."""
         outcomes = []
-        for process in self.ranks:
-            out, errors = process.communicate(timeout=60)
+        for rank, script in enumerate(self.ranks):
+            code = script.wait()
             ended_s = time.time()
-            words = [line.split() for line in out.splitlines() if line.startswith("end")]
-            began_s = since_s or float(words[-1][2])
-            outcomes.append((process.returncode, errors, ended_s - began_s))
-        for process in self.ranks:
-            assert not _left_in_session(process.pid), "processes left behind"
+            began_s = since_s or float(self._words(rank, "end")[-1][2])
+            outcomes.append((code, script.stderr, ended_s - began_s))
+        for script in self.ranks:
+            assert not _left_in_session(script.pid), "processes left behind"
         return outcomes
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for process in self.ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        for script in self.ranks:
+            script.kill()
 
 
 def _free_port() -> int:
@@ -175,8 +160,8 @@ def test_ctrl_c_while_waiting_for_another_rank(kind: str, tmp_path: Path) -> Non
             job.wait_for_word(rank, "end")
         time.sleep(1.5)
         began_s = time.time()
-        for process in job.ranks:
-            os.kill(process.pid, signal.SIGINT)
+        for script in job.ranks:
+            os.kill(script.pid, signal.SIGINT)
         for code, errors, elapsed_s in job.end(began_s):
             assert code in (1, -signal.SIGINT, 130) and "KeyboardInterrupt" in errors, (code, errors)
             assert elapsed_s < LIMIT_S

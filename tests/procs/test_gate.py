@@ -14,8 +14,6 @@ import functools
 import io
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -34,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 import gradientflow as gf
-from helpers import run_ranks
+from helpers import Script, run_ranks
 from models import (
     Attention,
     Blocks,
@@ -1232,10 +1230,11 @@ def within(seconds: float) -> Iterator[None]:
 # - The end of a script
 
 SCRIPT = """
-import atexit, os, sys, torch, torch.distributed as dist
+import atexit, os, pathlib, sys, torch, torch.distributed as dist
 from models import Blocks
 from test_gate import PLANNED, Training, momentum, plain
 
+os.chdir(pathlib.Path(__file__).parent)
 rank = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/rendezvous", rank=rank, world_size=2)
@@ -1261,19 +1260,13 @@ plain(training)
 def test_the_end_of_a_script_finishes_what_was_put_off(tmp_path: Path) -> None:
     expected = run_ranks(2, _weights_under_ddp)[0]
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen([sys.executable, "script.py", str(rank)], cwd=tmp_path, env=environment, stderr=-1)
-        for rank in range(2)
-    ]
+    ranks = [Script(tmp_path / "script.py", (str(rank),), GLOO_SOCKET_IFNAME="lo") for rank in range(2)]
     try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=60)
-            assert process.returncode == 0, errors.decode()
+        for script in ranks:
+            assert script.wait() == 0, script.stderr
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        for script in ranks:
+            script.kill()
     for rank in range(2):
         saved = [torch.load(tmp_path / f"{rank}-{when}") for when in ("before-ours", "after-ours")]
         for name, parameter in expected.items():
