@@ -46,13 +46,13 @@ class Transformer(nn.Module):
 
     def __init__(self, large: bool) -> None:
         super().__init__()
-        width = 96 if large else 32
+        width = 128 if large else 32
         self.embed = nn.Linear(8, width)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         layer = nn.TransformerEncoderLayer(
             width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, bias=False
         )
-        self.encoder = nn.TransformerEncoder(layer, 2 if large else 1, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -125,6 +125,20 @@ class TiedGPT(nn.Module):
         tokens = (4 * images.flatten(1) + 8).long().clamp(0, 15)
         mask = nn.Transformer.generate_square_subsequent_mask(64)
         return self.head(self.body(self.embed(tokens) + self.position, src_mask=mask, is_causal=True)[:, -1])
+
+
+class Embedded(Blocks):
+    """A sum over an embedding's rows instead of the first layer."""
+
+    def __init__(self, sparse: bool = False, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.stem = nn.Embedding(16, WIDTH, sparse=sparse, max_norm=max_norm)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.stem((4 * images.flatten(1) + 8).long().clamp(0, 15)).mean(1)
+        for block in self.blocks:
+            x = self.through(block, x)
+        return self.head(x)
 
 
 class Borrowed(Blocks):

@@ -11,12 +11,15 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import io
 import logging
 import os
+import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,12 +35,15 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 import gradientflow as gf
+from gradientflow.runtime.pooled import in_order_of_registration
 from helpers import Script, run_ranks
 from models import (
+    WIDTH,
     Attention,
     Blocks,
     Borrowed,
     Checkpointed,
+    Embedded,
     Normed,
     OwnFunction,
     Recurrent,
@@ -292,6 +298,46 @@ def exchanged_twice_before_a_step(training: Training) -> None:
 
 
 @a_loop
+def zeroed_in_place_after_step(training: Training) -> None:
+    for step in range(STEPS):
+        training.backward(step)
+        training.optimizer.step()
+        for parameter in training.module.parameters():
+            parameter.grad.zero_()
+
+
+@a_loop
+def steps_left_out(training: Training) -> None:
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        training.backward(step)
+        if step % 3:
+            training.optimizer.step()
+
+
+@a_loop
+def parameters_added_to_the_optimizer(training: Training) -> None:
+    late = training.optimizer.param_groups[0]["params"].pop()
+    for step in training.train(range(STEPS)):
+        if step == 4:
+            training.optimizer.add_param_group({"params": [late], "lr": 0.01})
+
+
+@a_loop
+def two_optimizers(training: Training) -> None:
+    """The second knows nothing of the flow."""
+    parameters = training.optimizer.param_groups[0]["params"]
+    other = torch.optim.AdamW(parameters[::2], lr=1e-2)
+    del parameters[::2]
+    for step in range(STEPS):
+        training.module.zero_grad()
+        training.backward(step)
+        training.optimizer.step()
+        other.step()
+    training.note(other.state_dict())
+
+
+@a_loop
 def stepped_twice_after_one_backward(training: Training) -> None:
     for _ in training.train(range(STEPS)):
         training.optimizer.step()
@@ -338,6 +384,19 @@ def one_gradient_logged_after_step(training: Training) -> None:
 def all_gradients_kept(training: Training) -> None:
     for _ in training.train(range(STEPS)):
         training.note([parameter.grad for parameter in training.module.parameters()])
+
+
+@a_loop
+def some_gradients_clipped(training: Training) -> None:
+    for _ in training.train(range(STEPS)):
+        training.note(nn.utils.clip_grad_norm_(training.module.head.parameters(), 0.1))
+
+
+@a_loop
+def weights_added_to_gradients(training: Training) -> None:
+    for _ in training.train(range(STEPS)):
+        for parameter in training.module.parameters():
+            parameter.grad.data.add_(parameter.data, alpha=0.01)
 
 
 @a_loop
@@ -651,6 +710,57 @@ def functional_call(training: Training) -> Any:
 
 
 @after_step
+def gradients_by_functions(training: Training) -> Any:
+    parameters = dict(training.module.named_parameters())
+    images, _ = batch(0, 0, flat=False)
+    training.module.eval()
+
+    def total(values: dict[str, torch.Tensor], one: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(training.module, values, (one[None],)).sum()
+
+    each = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, images)
+    training.module.train()
+    return each
+
+
+@after_step
+def forward_mode(training: Training) -> Any:
+    weight = training.module.head.weight
+    return torch.func.jvp(lambda w: w.sin(), (weight,), (torch.ones_like(weight),))
+
+
+@after_step
+def traced_model(training: Training) -> Any:
+    images, _ = batch(0, 0, flat=False)
+    training.module.eval()
+    output = torch.jit.trace(training.module, images, check_trace=False)(images)
+    training.module.train()
+    return output
+
+
+@after_step
+def moved_to_where_it_is(training: Training) -> Any:
+    training.module.to("cpu").float()
+
+
+@after_step
+def a_forked_child_looks(training: Training) -> Any:
+    """It has none of the threads that could finish anything; it must not hang."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            float(training.module.stem.weight.sum())
+        os._exit(0)
+    for _ in range(1000):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return None
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("a forked child hangs")
+
+
+@after_step
 def one_layer_by_itself(training: Training) -> Any:
     return training.module.head(torch.ones(1, training.module.head.in_features))
 
@@ -776,13 +886,14 @@ def _loop(name: str) -> None:
     beside(DDP, (FUSED, PLANNED), LOOPS[name], gated="closure" not in name or None)
 
 
-def test_two_forwards_then_two_backwards() -> None:
-    """Stock DDP would not exchange in the second, so the judge is the same recipe without the gate."""
-    run_ranks(2, _two_and_two)
+@pytest.mark.parametrize("name", ["two_forwards_then_two_backwards", "one_graph_twice"])
+def test_a_loop_that_ddp_cannot_judge(name: str) -> None:
+    """Stock DDP would not exchange in the second backward pass, so the judge is the same recipe without the gate."""
+    run_ranks(2, _without_ddp, name)
 
 
-def _two_and_two() -> None:
-    beside(Method("wfbp", gate=False), (FUSED, PLANNED), two_forwards_then_two_backwards)
+def _without_ddp(name: str) -> None:
+    beside(Method("lazy:2KB", gate=False), (FUSED, PLANNED), globals()[name])
 
 
 def two_forwards_then_two_backwards(training: Training) -> None:
@@ -791,6 +902,15 @@ def two_forwards_then_two_backwards(training: Training) -> None:
         losses = [training.loss(step), training.loss(100 + step)]
         for loss in losses:
             loss.backward()
+        training.optimizer.step()
+
+
+def one_graph_twice(training: Training) -> None:
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        loss = training.loss(step)
+        loss.backward(retain_graph=True)
+        loss.backward()
         training.optimizer.step()
 
 
@@ -825,6 +945,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "RMSprop": _all(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
     "Adagrad": _all(torch.optim.Adagrad, lr=1e-2),
     "NAdam": _all(torch.optim.NAdam, lr=1e-2),
+    "RAdam": _all(torch.optim.RAdam, lr=1e-2),
+    "Adamax": _all(torch.optim.Adamax, lr=1e-2),
+    "Adadelta": _all(torch.optim.Adadelta),
+    "Adafactor": _all(torch.optim.Adafactor),
+    "ASGD": _all(torch.optim.ASGD),
+    "Rprop": _all(torch.optim.Rprop),
 }
 
 
@@ -1000,6 +1126,12 @@ def _compiled(block_alone: bool) -> nn.Module:
     return model
 
 
+def _with_a_block(change: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    model = Blocks()
+    model.blocks[1] = change(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()))
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn with batch norm": lambda: build("cnn", large=False),
     "vit with class token": lambda: build("transformer", large=False),
@@ -1011,6 +1143,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lstm": Recurrent,
     "own autograd function": OwnFunction,
     "weight norm": Normed,
+    "embedding renormed in forward": lambda: Embedded(max_norm=1.0),
     "compiled": lambda: _compiled(block_alone=False),
     "compiled block": lambda: _compiled(block_alone=True),
     "used every second step": lambda: Sometimes(lambda block, passes: block != 1 or passes % 2 == 0),
@@ -1026,6 +1159,22 @@ def test_a_model_trains_as_under_ddp(name: str) -> None:
 
 def _model(name: str) -> None:
     beside(DDP, (FUSED, PLANNED), trained_and_evaluated, MODELS[name], find_unused_parameters=name.startswith("used"))
+
+
+OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "scripted block": lambda: _with_a_block(torch.jit.script),
+    "traced block": lambda: _with_a_block(lambda block: torch.jit.trace(block, torch.ones(8, WIDTH))),
+    "embedding with sparse gradients": lambda: Embedded(sparse=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_a_model_of_another_kind_is_right_or_said_not_to_be_gated(name: str) -> None:
+    run_ranks(2, _other_model, name)
+
+
+def _other_model(name: str) -> None:
+    beside(DDP, (PLANNED,), trained_and_evaluated, OTHER_MODELS[name], OPTIMIZERS["SGD"], gated=None)
 
 
 def trained_and_evaluated(training: Training) -> None:
@@ -1184,6 +1333,100 @@ def _stage_by_stage() -> None:
     assert len({span.step for span in trace.of_kind("update")}) >= STEPS // 2
     assert trace.of_kind("exposed")
     training.close()
+
+
+def test_two_flows_take_turns_like_two_wrappers() -> None:
+    """A generator and a critic, each with its optimizer; each one's gradients also reach the other's parameters."""
+    run_ranks(2, _two_flows)
+
+
+def _two_flows() -> None:
+    expected = _generator_and_critic(DDP)
+    for method in (FUSED, PLANNED):
+        difference = first_difference(_generator_and_critic(method), expected)
+        assert difference is None, f"{method}: {difference}"
+
+
+def _generator_and_critic(method: Method) -> list[Any]:
+    torch.manual_seed(0)
+    generator = Training(method, lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64)), momentum)
+    critic = Training(method, Blocks, momentum, find_unused_parameters=False)
+    for step in range(STEPS):
+        noise = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        images, _ = batch(dist.get_rank(), step, flat=False)
+        critic.optimizer.zero_grad()
+        with torch.no_grad():
+            made = generator.module(noise)
+        (critic.model(made).sum() - critic.model(images).sum()).tanh().backward()
+        critic.optimizer.step()
+        generator.optimizer.zero_grad()
+        critic.module.requires_grad_(False)
+        critic.module(generator.model(noise)).sum().tanh().neg().backward()
+        critic.module.requires_grad_(True)
+        generator.optimizer.step()
+    for training in (generator, critic):
+        training.end()
+        training.close()
+        assert not method.recipe or training.was_gated
+    return [generator.seen, critic.seen]
+
+
+def test_a_flow_that_nobody_keeps() -> None:
+    run_ranks(2, _not_kept)
+
+
+def _not_kept() -> None:
+    expected = Training(DDP, Blocks, momentum)
+    plain(expected)
+    training = Training(FUSED, Blocks, momentum)
+    assert training.flow is not None
+    flow, training.flow = weakref.ref(training.flow), None
+    gc.collect()
+    plain(training)
+    assert first_difference(training.seen, expected.seen) is None
+    found = flow()
+    assert found is not None and found.gated
+    found.close()
+
+
+@pytest.mark.parametrize("given", ["master weights", "non-finite steps left out", "scaler", "profile"])
+def test_other_arguments_of_attach(given: str) -> None:
+    run_ranks(2, _other_arguments, given)
+
+
+def _other_arguments(given: str) -> None:
+    results = [_with_argument(given, gate) for gate in (False, None)]
+    difference = first_difference(results[1], results[0])
+    assert difference is None, difference
+
+
+def _with_argument(given: str, gate: bool | None) -> list[Any]:
+    torch.manual_seed(0)
+    module = Blocks().to(torch.bfloat16 if given == "master weights" else torch.float32)
+    optimizer = momentum(module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=given == "scaler")
+    arguments = {
+        "master weights": {"master_weights": True},
+        "non-finite steps left out": {"nonfinite": "skip"},
+        "scaler": {"scaler": scaler},
+        "profile": {"profile": in_order_of_registration(module)},
+    }[given]
+    flow = gf.attach(module, optimizer, "flow", gate=gate, deadline_s=DEADLINE_S, **arguments)
+    seen: list[Any] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        images, labels = batch(dist.get_rank(), step, flat=False)
+        loss = nn.functional.cross_entropy(module(images.to(module.stem.weight.dtype)), labels)
+        seen.append(loss.detach())
+        if step == 5 and dist.get_rank() == 1 and given in ("scaler", "non-finite steps left out"):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    flow.synchronize()
+    seen.append({name: tensor.clone() for name, tensor in module.state_dict().items()})
+    flow.close()
+    return seen
 
 
 # - Ranks that are lost between backward and the next forward pass
