@@ -295,8 +295,10 @@ class Gate:
         if self._concluded:
             return
         self._concluded = True
+        began_s = self._recorder.clock()
         try:
             self._exchange.conclude()
+            self._waited(began_s, "what all ranks did")
         except BaseException:
             self.cancel()
             raise

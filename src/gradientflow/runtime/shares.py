@@ -25,6 +25,9 @@ class Shares:
         self._optimizer = optimizer
         self._step = _without_hooks(type(optimizer))
         self._state = optimizer.state
+        while isinstance(self._state, _WaitingState):  # another flow's, which has the same parameters
+            self._state = self._state.state
+        self._guard: _WaitingState | None = None
         # A scheduler writes new values into groups, and into tensors in them, before the last part has run.
         self._groups = [
             {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
@@ -42,10 +45,10 @@ class Shares:
 
     def guard_state(self, touched: Callable[[], None]) -> None:
         """Until `release_state`, whoever looks into the optimizer's state calls `touched` first."""
-        self._optimizer.state = _WaitingState(self._state, touched)
+        self._guard = self._optimizer.state = _WaitingState(self._state, touched)
 
     def release_state(self) -> None:
-        if isinstance(self._optimizer.state, _WaitingState):
+        if self._optimizer.state is self._guard:
             self._optimizer.state = self._state
 
     def run(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -121,20 +124,24 @@ class _WaitingState(defaultdict[torch.Tensor, Any]):
 
     def __init__(self, state: defaultdict[torch.Tensor, Any], touched: Callable[[], None]) -> None:
         super().__init__(dict)
-        self._state, self._touched = state, touched
+        self.state, self._touched = state, touched
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._touched()
+        return copy.deepcopy(self.state, memo)
 
 
 def _forward_to_state(name: str) -> Callable[..., Any]:
     def method(self: _WaitingState, *args: Any) -> Any:
         self._touched()
-        return getattr(self._state, name)(*args)
+        return getattr(self.state, name)(*args)
 
     return method
 
 
 for _name in (
-    "__contains__ __delitem__ __eq__ __getitem__ __ior__ __iter__ __len__ __ne__ __or__ __repr__ __reduce_ex__ "
-    "__reversed__ __setitem__ __deepcopy__ clear copy get items keys pop popitem setdefault update values"
+    "__contains__ __copy__ __delitem__ __eq__ __getitem__ __ior__ __iter__ __len__ __ne__ __or__ __repr__ "
+    "__reduce_ex__ __reversed__ __setitem__ clear copy get items keys pop popitem setdefault update values"
 ).split():
     setattr(_WaitingState, _name, _forward_to_state(_name))
 
