@@ -1,5 +1,6 @@
 """The things we need from PyTorch that have no public name: the end-of-backward callback, the node that is
-running, the context of distributed autograd, and what `zero_grad` calls for many gradients at once.
+running, the context of distributed autograd, what `zero_grad` calls for many gradients at once, and whether a
+transform is at work.
 
 Nothing else in the package may touch them (tests/test_layers.py). DDP itself stands on the first, and
 `torch.utils.checkpoint` on the second, so they are as stable as private names get.
@@ -55,6 +56,16 @@ def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
     node = user.next_functions[0][0]
     assert node is not None
     return node
+
+
+def is_transforming() -> bool:
+    """Whether operations are not just run: traced, transformed (`torch.func`), counted or faked by a mode."""
+    return (
+        torch._C._is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+    )
 
 
 def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from gradientflow.errors import TrainingError
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.shares import Shares
-from gradientflow.runtime.waiting import UnfinishedGradient, make_pending, make_plain
+from gradientflow.runtime.waiting import Touched, UnfinishedGradient, make_pending, make_plain
 from gradientflow.trace import MAIN, Recorder, Span
 
 
@@ -67,10 +67,12 @@ class Gate:
         self._process = os.getpid()
         self._stages: list[_Stage] = []
         self._stage_of: dict[int, _Stage] = {}
+        self._touched: dict[int, Touched] = {}  # by identity of the stage
         self._messages_of: Sequence[Sequence[int]] = ()
         self._views: Sequence[torch.Tensor] = ()
         self._handles: list[RemovableHandle] = []
         self._at_start: Callable[..., None] = lambda: None
+        self._waits_at_start = False
         #: What `.grad` becomes when a gradient is on its way.
         self.handed: list[UnfinishedGradient] = []
 
@@ -100,10 +102,15 @@ class Gate:
         self.finish()
         self.take_doors_away()
         self._messages_of, self._views = messages_of, views
-        self._stages = [
-            _Stage(name, tuple(indices), tuple(sorted({m for index in indices for m in messages_of[index]})))
-            for name, indices in stages
-        ]
+        self._stages = []
+        for name, indices in stages:
+            needed = {message for index in indices for message in messages_of[index]}
+            last = self._stages[-1] if self._stages else None
+            if last is not None and needed.issubset(last.messages):  # it has nothing of its own to wait for
+                last.indices += tuple(indices)
+                continue
+            self._stages.append(_Stage(name, tuple(indices), tuple(sorted(needed))))
+        self._touched = {id(stage): functools.partial(self._touch, stage) for stage in self._stages}
         self._stage_of = {index: stage for stage in self._stages for index in stage.indices}
         self.handed = [
             UnfinishedGradient.of(
@@ -134,6 +141,8 @@ class Gate:
 
     def enter_model(self) -> None:
         """A training forward pass of the whole model begins."""
+        if self._waits_at_start:
+            self.finish()
         self._at_start()
 
     # - In the order of a step
@@ -173,7 +182,7 @@ class Gate:
             for index in later:
                 stage = self._stage_of[index]
                 stage.put_off.append(index)
-                make_pending(self._parameters[index], functools.partial(self._advance, stage))
+                make_pending(self._parameters[index], self._touched[id(stage)])
             self._num_put_off = sum(bool(stage.put_off) for stage in self._stages)
             return now
 
@@ -248,6 +257,11 @@ class Gate:
             return True
         return False
 
+    def _touch(self, stage: _Stage, compiled: bool) -> None:
+        # A compiled region that was not known as one: with parameters of another class it would be compiled again.
+        self._waits_at_start |= compiled
+        self._advance(stage)
+
     def _advance(self, stage: _Stage) -> None:
         """Bring a stage's parameters up to date."""
         if os.getpid() != self._process:
@@ -271,14 +285,19 @@ class Gate:
         assert self._shares is not None
         indices, stage.put_off = stage.put_off, []
         parameters = [self._parameters[index] for index in indices]
-        left = [parameter.grad for parameter in parameters]
+        left = []  # what the user has made of the gradients since
         for index, parameter in zip(indices, parameters, strict=True):
             make_plain(parameter)
+            left.append(parameter.grad)
             parameter.grad = self._views[index]
         self._shares.run(parameters)
         for index, parameter, gradient in zip(indices, parameters, left, strict=True):
-            parameter.grad = gradient
-            self._hand_over(index)
+            if gradient is not self.handed[index]:
+                parameter.grad = gradient
+        self._unfinished.difference_update(indices)
+        for index in self._zero_later.intersection(indices) if self._zero_later else ():
+            self._views[index].zero_()
+            self._zero_later.discard(index)
         self._num_updated += 1
 
     def _hand_over(self, index: int) -> None:
@@ -287,9 +306,6 @@ class Gate:
         parameter = self._parameters[index]
         if parameter.grad is self.handed[index]:
             parameter.grad = self._views[index]
-        if index in self._zero_later:
-            self._zero_later.discard(index)
-            self._views[index].zero_()
 
     def _conclude(self) -> None:
         if self._concluded:

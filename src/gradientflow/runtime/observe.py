@@ -45,7 +45,7 @@ class ForwardObserver:
         if not self._remaining:
             return
         for module in self._model.modules():
-            if module is not self._model:
+            if module is not self._model and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 self._handles.append(module.register_forward_pre_hook(OriginalOnly(self._enter)))
         if record and self.seconds:
             self._recording = {name for name in self._parameters if name not in self._opaque}
@@ -79,7 +79,7 @@ class ForwardObserver:
         if not torch.compiler.is_compiling():  # a clock in a compiled region would cut it in two
             self._entered.setdefault(module, time.perf_counter())
 
-    def _use(self, name: str) -> None:
+    def _use(self, name: str, compiled: bool) -> None:
         self._recording.discard(name)
         make_plain(self._parameters[name])
         self._used[name] = time.perf_counter()

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+from gradientflow.runtime.autograd import is_transforming
 
 
 class Shares:
@@ -30,7 +33,7 @@ class Shares:
         self._guard: _WaitingState | None = None
         # A scheduler writes new values into groups, and into tensors in them, before the last part has run.
         self._groups = [
-            {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+            {key: value if key == "params" else _kept(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
         self._group_of = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
@@ -51,15 +54,27 @@ class Shares:
         if self._optimizer.state is self._guard:
             self._optimizer.state = self._state
 
-    def run(self, parameters: Iterable[torch.Tensor]) -> None:
+    def run(self, parameters: Sequence[torch.Tensor]) -> None:
         """Update these, by their `.grad`."""
-        members: dict[int, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            members.setdefault(self._group_of[id(parameter)], []).append(parameter)
-        groups = [{**self._groups[number], "params": members[number]} for number in sorted(members)]
-        # A forward pass may be around: its modes are none of the optimizer's business.
-        with torch.inference_mode(False), torch.no_grad(), _no_autocast(groups[0]["params"][0].device.type):
-            self._step(_double(self._optimizer, groups, self._state))
+        if len(self._groups) == 1:
+            groups = [{**self._groups[0], "params": parameters}]
+        else:
+            members: dict[int, list[torch.Tensor]] = {}
+            for parameter in parameters:
+                members.setdefault(self._group_of[id(parameter)], []).append(parameter)
+            groups = [{**self._groups[number], "params": members[number]} for number in sorted(members)]
+        double = _double(self._optimizer, groups, self._state)
+        device = groups[0]["params"][0].device.type
+        if is_transforming() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
+            # A forward pass is around whose modes are none of the optimizer's business; threads have their own.
+            with ThreadPoolExecutor(1) as clean:
+                clean.submit(self._update, double).result()
+        else:
+            self._update(double)
+
+    def _update(self, double: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            self._step(double)
 
 
 class Watch:
@@ -85,6 +100,10 @@ def _common_values(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     counted = ("_opt_called", "_step_count")
     found |= {f"self.{k}": _value(v) for k, v in vars(optimizer).items() if k not in (*ours, *counted)}
     return found
+
+
+def _kept(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | type(None)) else copy.deepcopy(value)
 
 
 def _value(value: object) -> object:
@@ -144,7 +163,3 @@ for _name in (
     "__reduce_ex__ __reversed__ __setitem__ clear copy get items keys pop popitem setdefault update values"
 ).split():
     setattr(_WaitingState, _name, _forward_to_state(_name))
-
-
-def _no_autocast(device_type: str) -> torch.autocast:
-    return torch.autocast(device_type, enabled=False)

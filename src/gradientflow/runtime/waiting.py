@@ -117,44 +117,51 @@ def _plain(values: Any) -> Any:
 
 # - Parameters
 
-#: By identity of a parameter that waits: what brings it up to date, and its class.
-_pending: dict[int, tuple[Callable[[], None], type[nn.Parameter]]] = {}
+#: Brings a parameter up to date. The argument: whether a compiled region used it.
+Touched = Callable[[bool], None]
+#: By identity of a parameter that waits: what to call, and its class.
+_pending: dict[int, tuple[Touched, type[nn.Parameter]]] = {}
 
 
-def make_pending(parameter: nn.Parameter, touched: Callable[[], None]) -> None:
+def make_pending(parameter: nn.Parameter, touched: Touched) -> None:
     """From now on any use of its values calls `touched` first, which has to call `make_plain`."""
-    _pending[id(parameter)] = touched, type(parameter)
-    parameter.__class__ = _pending_type(type(parameter))
+    kind = type(parameter)
+    _pending[id(parameter)] = touched, kind
+    parameter.__class__ = _pending_type(kind)
 
 
 def make_plain(parameter: nn.Parameter) -> None:
-    _, parameter.__class__ = _pending.pop(id(parameter))
+    parameter.__class__ = _pending.pop(id(parameter))[1]
 
 
 class _Pending:
     """Comes before the parameter's own class."""
 
     @classmethod
-    # Traced, it would be compiled anew at every step (torch 2.13).
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Any, kinds: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # zero_grad() comes here twice a parameter: 2 us each, twice that with a compiler.disable around it all.
         if func in _VALUELESS:
             return nn.Parameter.__torch_function__(func, kinds, args, kwargs or {})  # type: ignore[no-untyped-call]
-        found = [_pending[id(tensor)] for tensor in _tensors_in([args, kwargs]) if id(tensor) in _pending]
-        # Hidden in an argument that we do not look into: it may be any of them.
-        for touched, _ in found or list(_pending.values()):
-            touched()
+        _bring_up_to_date(args, kwargs, torch.compiler.is_compiling())
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _pending[id(self)][0]()
+        _pending[id(self)][0](False)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _pending[id(self)][0]()
+        _pending[id(self)][0](False)
         return self.__reduce_ex__(protocol)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _bring_up_to_date(args: object, kwargs: object, compiled: bool) -> None:
+    found = [_pending[id(tensor)] for tensor in _tensors_in([args, kwargs]) if id(tensor) in _pending]
+    # Hidden in an argument that we do not look into: it may be any of them.
+    for touched, _ in found or list(_pending.values()):
+        touched(compiled)
 
 
 @functools.cache
