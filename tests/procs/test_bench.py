@@ -137,7 +137,7 @@ def test_what_a_method_must_send() -> None:
 
 # - Whole runs
 
-RATE = 20e6
+RATE = 100e6
 
 
 def _possible() -> None:
@@ -213,7 +213,7 @@ def _check_one_thing_at_a_time(work: list[Span]) -> None:
 def test_the_command_on_the_loopback(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     arguments = ["--workload", "alexnet", "--scale", "0.002", "--compute", "0.02", "--hosts", "2", "--loopback"]
-    arguments += ["--methods", "ddp,lazy", "--iterations", "9", "--max-rounds", "9", "--straggler", "1:3"]
+    arguments += ["--methods", "ddp,lazy", "--iterations", "3", "--max-rounds", "9", "--straggler", "1:3"]
     arguments += ["--jitter", "0.1", "--clip", "0.5"]
     done = subprocess.run(
         [sys.executable, "-m", "gradientflow", "bench", *arguments, "--out", str(file)],
@@ -239,7 +239,7 @@ def test_the_command_on_the_loopback(tmp_path: Path) -> None:
 def test_under_torchrun_its_world_is_used(command: str, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     bench = ["--workload", "alexnet", "--scale", "0.002", "--compute", "0.02", "--methods", "ddp,lazy",
-             "--iterations", "9", "--max-rounds", "9"]  # fmt: skip
+             "--iterations", "3", "--max-rounds", "9"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradientflow",
          command, *(bench if command == "bench" else []), "--out", str(file)],
