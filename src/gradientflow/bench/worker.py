@@ -3,7 +3,7 @@
     python -m gradientflow.bench.worker SPEC.json        (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
-machine meets all methods alike, and ratios are taken within a round. A block's time runs from barrier to barrier, and
+machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first step on, and
 what a method puts off from one iteration to the next is finished before the second.
 "compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with one
 method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file
@@ -109,7 +109,8 @@ class Bakeoff:
         profile = _slowed(spec.profile, spec.conditions.slowdown.get(self._rank, 1.0))
         self._jitter = Jitter(spec.conditions.jitter, seed=self._rank)
         self._module = Replay(profile, seed=self._rank, lend=False, jitter=self._jitter)
-        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3, momentum=0.9)
+        # Of all optimizers the one that computes least: on the accelerator that this stands for, none takes long.
+        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3)
         self._models: dict[str, nn.Module] = {}
         self._methods: dict[str, Method] = {}
         self._blocks: dict[str, list[_Block]] = {}
@@ -175,14 +176,17 @@ class Bakeoff:
         self._disarm()
         model = self._models[name]
         dist.barrier()
+        # From the end of a step to the end of a later one: what a method has put off at the end of the last iteration,
+        # it had at the beginning of the first one too.
+        self._iterate(model)
         start_s, before = time.perf_counter(), self._usage()
         for _ in range(iterations):
             self._iterate(model)
+        used, seconds = self._usage().since(before), time.perf_counter() - start_s
         self._finish(model)
-        used = self._usage().since(before)
         dist.barrier()
         return _Block(
-            seconds=(time.perf_counter() - start_s) / iterations,
+            seconds=seconds / iterations,
             cpu_s=used.cpu_s / iterations,
             sent_nbytes=used.sent_nbytes / self._spec.num_sharing / iterations,
             busy_share=used.busy_s / used.total_s if used.total_s else 0.0,

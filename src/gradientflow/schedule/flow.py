@@ -10,7 +10,7 @@ schedules.
 
 [Note: jitter] Times will differ from the profile's. A plan that bets on them finds its next message not ready, and
 the link idle with other gradients waiting behind. So plans are judged by their mean over a few `_Case`s: faster and
-slower compute, a slower link, uneven layers. By the profile's own times the chosen plan is never worse than a named
+slower compute, slower links, uneven layers. By the profile's own times the chosen plan is never worse than a named
 schedule; among plans that differ by less than `TOLERANCE` the one with the fewest messages is taken.
 """
 
@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from gradientflow.cost.evaluate import Evaluation, Job, Moments, Stages, evaluate, limit_s, startup_and_wire_s
-from gradientflow.cost.table import Cost
+from gradientflow.cost.table import Cost, Steps
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.schedule.fusion import DEFAULT_THETA, bsp, fuse, wfbp
@@ -36,6 +36,9 @@ from gradientflow.schedule.priority import bytescheduler, issue_in_turn
 TOLERANCE = 0.005
 #: Where compute hides everything, `merge` sends far more messages than it has to.
 MARGINS = (1.5, 3.0)
+#: A link is slower than it was measured, never faster: processors are busy, others use it. A large message that goes
+#: just before the last gradients come is then in their way, so some plans are made for such a link.
+SLOWER_LINKS = (1.15, 1.3)
 
 
 def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True, stages: Stages = ()) -> Plan:
@@ -51,7 +54,11 @@ def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True
     merged, *joined = merges(profile, cost, (math.inf, *MARGINS))
     named = [judge.calmly(board.ranges(plan)) for plan in _named(profile, cost, num_lanes, merged).values()]
     own = [judge.calmly(board.ranges(plan)) for plan in joined]
-    own += [judge.calmly(board.play(style, cases[0], cost, num_lanes)) for style in _styles(profile, cost)]
+    styles = _styles(profile, cost)
+    own += [judge.calmly(board.play(style, cases[0], cost, num_lanes)) for style in styles]
+    for slower in SLOWER_LINKS:
+        late = Steps(cost, slower, 1.0)
+        own += [judge.calmly(board.play(style, cases[0], late, num_lanes)) for style in styles[1::6]]
     # No choice is made by the last digit.
     most_s = (1 + 1e-9) * min(plan.calm_s for plan in named)
     as_good = [plan for plan in [*named, *own] if plan.calm_s <= most_s]
@@ -170,7 +177,8 @@ def _times(profile: Profile, gated: bool, stages: Stages) -> Iterator[tuple[Mome
     num = len(profile.tensors)
     calm = Moments.of(profile, gated=gated, stages=stages)
     yield calm, 1.0
-    yield calm, 1.1
+    for slower in SLOWER_LINKS:
+        yield calm, slower
     for factors in (
         [1.1] * num,
         [0.9] * num,
