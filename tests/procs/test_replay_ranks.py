@@ -7,11 +7,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradientflow as gf
-from gradientflow.lab.replay import Replay
+from gradientflow.lab.replay import Fill, Replay
 from gradientflow.lab.workloads import workload
 from helpers import run_ranks
 
 STEPS = 3
+
+WRITTEN: Fill = "when written"
 
 
 PROFILE = workload("resnet-50", scale=0.002, compute_s=0.02)
@@ -21,9 +23,9 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def train(method: str, lend: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def train(method: str, fill: Fill) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Step by step: this rank's own gradients as backward yielded them, and the averages."""
-    model = Replay(PROFILE, seed=dist.get_rank(), lend=lend)
+    model = Replay(PROFILE, seed=dist.get_rank(), fill=fill)
     trained, flow = model, None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if method == "ddp":
@@ -57,10 +59,16 @@ def compare() -> bool:
         model = Replay(PROFILE, seed=seed)
         model().backward()
         alone.append(flat([parameter.grad for parameter in model.parameters()]))
-    for method, lend in (("ddp", True), ("ddp", False), ("ddp views", True), ("drop-in", True), ("attach", True)):
-        for step, (own, averages) in enumerate(train(method, lend)):
-            assert torch.equal(own, alone[dist.get_rank()]), f"{method}, lend={lend}, step {step}: not this rank's own"
-            assert torch.equal(averages, sum(alone) / len(alone)), f"{method}, lend={lend}, step {step}"
+    for method, fill in (
+        ("ddp", WRITTEN),
+        ("ddp", "always"),
+        ("ddp views", WRITTEN),
+        ("drop-in", WRITTEN),
+        ("attach", WRITTEN),
+    ):
+        for step, (own, averages) in enumerate(train(method, fill)):
+            assert torch.equal(own, alone[dist.get_rank()]), f"{method}, fill={fill}, step {step}: not this rank's own"
+            assert torch.equal(averages, sum(alone) / len(alone)), f"{method}, fill={fill}, step {step}"
     return True
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradientflow.errors import NothingToTrainError, UsageError
 from gradientflow.lab.measure import profile as measure
-from gradientflow.lab.replay import GRAIN_S, Jitter, Pace, Replay
+from gradientflow.lab.replay import GRAIN_S, Fill, Jitter, Pace, Replay
 from gradientflow.lab.workloads import workload
 from gradientflow.profiles import Profile, TensorProfile
 from models import build, loss_of
@@ -154,9 +154,9 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("lend", [True, False])
-def test_gradients_are_the_same_in_each_step_and_differ_by_seed(lend: bool) -> None:
-    model = Replay(SMALL, seed=1, lend=lend)
+@pytest.mark.parametrize("fill", ["when written", "always"])
+def test_gradients_are_the_same_in_each_step_and_differ_by_seed(fill: Fill) -> None:
+    model = Replay(SMALL, seed=1, fill=fill)
     model("a batch").backward()
     first = gradients(model)
     addresses = [parameter.grad.data_ptr() for parameter in model.parameters()]

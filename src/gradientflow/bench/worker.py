@@ -3,11 +3,11 @@
     python -m gradientflow.bench.worker SPEC.json        (with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
-machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first step on, and
-what a method puts off from one iteration to the next is finished before the second.
-"compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with one
-method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file
-the specification names.
+machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first,
+uncounted step to the end of the last; what a method has put off then is finished before the next block. "compute", the
+optimizer on and the exchange off, is always among the methods. Memory is measured before, with one method at a time on
+the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file the specification
+names.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Bakeoff:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         profile = _slowed(spec.profile, spec.conditions.slowdown.get(self._rank, 1.0))
         self._jitter = Jitter(spec.conditions.jitter, seed=self._rank)
-        self._module = Replay(profile, seed=self._rank, lend=False, jitter=self._jitter)
+        self._module = Replay(profile, seed=self._rank, fill="once", jitter=self._jitter)
         # Of all optimizers the one that computes least: on the accelerator that this stands for, none takes long.
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3)
         self._models: dict[str, nn.Module] = {}

@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from gradientflow.profiles import Profile, TensorProfile
 #: Shorter sleeps are put together: one costs about 100 us more than was asked for.
 GRAIN_S = 200e-6
 
+
+#: When a gradient gets its values.
+Fill = Literal["once", "when written", "always"]
 
 #: What optimizers and collectives take.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -134,9 +137,9 @@ class Gradient:
     on `.grad` itself. Whoever keeps a `.grad` from one step to the next has to clone it.
     """
 
-    def __init__(self, module: nn.Module, name: str, noise: Noise, offset: int, seconds: float, lend: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, noise: Noise, offset: int, seconds: float, fill: Fill) -> None:
         self._module, self._name = module, name
-        self._noise, self._offset, self._lend = noise, offset, lend
+        self._noise, self._offset, self._when = noise, offset, fill
         self.seconds = seconds
         self._memory = torch.empty(0)
         self._version = -1
@@ -161,7 +164,8 @@ class Gradient:
             summand = torch.empty_like(self._memory)
             self._noise.fill(summand, self._offset)
             return summand
-        if self._memory._version != self._version or not self._lend:
+        written = self._memory._version != self._version
+        if self._when == "always" or (self._when == "when written" and written):
             self._fill()
         return self._memory.view(self._memory.shape)
 
@@ -212,12 +216,15 @@ class Replay(nn.Module):
 
     Gradients are lent to autograd without a copy ([Note: lending]). A method that writes into `.grad` makes us
     fill it again, which one that does not is spared: the time is taken off the sleep, the processor's work is
-    not. With `lend=False` every gradient is filled at every step, and all methods cost alike.
+    not. With `fill="always"` every gradient is filled at every step. With "once" none is after the first: its values
+    become what methods make of them, but no method costs the processor anything for what an accelerator would do.
 
     The first backward pass takes longer: it allocates the gradients.
     """
 
-    def __init__(self, profile: Profile, *, seed: int = 0, lend: bool = True, jitter: Jitter | None = None) -> None:
+    def __init__(
+        self, profile: Profile, *, seed: int = 0, fill: Fill = "when written", jitter: Jitter | None = None
+    ) -> None:
         super().__init__()
         self._pace = Pace()
         self._jitter = jitter or Jitter(0.0, seed)
@@ -229,7 +236,7 @@ class Replay(nn.Module):
         noise, gradients = Noise(seed), dict[str, Gradient]()
         for index, tensor in enumerate(forward):
             module, name = self._register(tensor)
-            gradients[tensor.name] = Gradient(module, name, noise, 7919 * index, tensor.backward_s, lend)
+            gradients[tensor.name] = Gradient(module, name, noise, 7919 * index, tensor.backward_s, fill)
         for path, run in groupby(forward, key=lambda tensor: tensor.name.rpartition(".")[0]):
             tensors = list(run)
             seconds = sum(tensor.forward_s for tensor in tensors)

@@ -39,7 +39,10 @@ COMPUTE_KINDS = ("forward", "backward", "optimizer", "update")
 PAGE_SPANS = 30_000
 
 _COLUMNS = (
-    ("iteration", "median over blocks, barrier to barrier; below it where 80 % of the blocks lay"),
+    (
+        "iteration",
+        "median over blocks, from the end of one step to the end of a later one; below it where 80 % of the blocks lay",
+    ),
     ("to another", "median of ratios between blocks that ran next to each other; below it its 95 % interval"),
     (
         "limit",
