@@ -4,8 +4,8 @@
 
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
 machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first,
-uncounted step to the end of the last; what a method has put off then is finished before the next block. "compute", the
-optimizer on and the exchange off, is always among the methods. Memory is measured before, with one method at a time on
+uncounted step to the end of the last, on the slowest rank; what a method has put off then is finished before the next
+block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with one method at a time on
 the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file the specification
 names.
 """
@@ -184,9 +184,10 @@ class Bakeoff:
             self._iterate(model)
         used, seconds = self._usage().since(before), time.perf_counter() - start_s
         self._finish(model)
-        dist.barrier()
+        slowest_s = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest_s, dist.ReduceOp.MAX)  # where nothing is exchanged, ranks are not in step
         return _Block(
-            seconds=seconds / iterations,
+            seconds=float(slowest_s) / iterations,
             cpu_s=used.cpu_s / iterations,
             sent_nbytes=used.sent_nbytes / self._spec.num_sharing / iterations,
             busy_share=used.busy_s / used.total_s if used.total_s else 0.0,
