@@ -5,9 +5,9 @@
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
 machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first,
 uncounted step to the end of the last, on the slowest rank; what a method has put off then is finished before the next
-block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with one method at a time on
-the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file the specification
-names.
+block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with
+one method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file
+the specification names.
 """
 
 from __future__ import annotations
