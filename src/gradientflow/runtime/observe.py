@@ -80,9 +80,10 @@ class ForwardObserver:
             self._entered.setdefault(module, time.perf_counter())
 
     def _use(self, name: str, compiled: bool) -> None:
-        self._recording.discard(name)
-        make_plain(self._parameters[name])
-        self._used[name] = time.perf_counter()
+        if name in self._recording:  # one call may hold it twice: p * p
+            self._recording.discard(name)
+            make_plain(self._parameters[name])
+            self._used[name] = time.perf_counter()
 
     def _hides_what_it_runs(self, module: nn.Module) -> bool:
         """It is compiled, perhaps: no module in it was seen to run. A parameter of another class would have it compiled

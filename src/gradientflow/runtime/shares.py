@@ -22,7 +22,7 @@ from gradientflow.runtime.autograd import is_transforming
 
 
 class Shares:
-    """Parts of the step that `optimizer` is asked for now."""
+    """Parts of one step of `optimizer`, with the values that its groups have when this is made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
