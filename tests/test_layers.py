@@ -27,7 +27,7 @@ FLOORS = (
     {"exchange"},
     {"schedule"},
     {"cost", "compress"},
-    {"plan", "sync", "trace"},
+    {"patterns", "plan", "sync", "trace"},
     {"profiles", "network"},
     {"documents"},
     {"errors"},

@@ -1,0 +1,47 @@
+"""Collectives as data: lists of transfers that one executor can run and one pricer can cost.
+
+No tensors and no network: a pattern says who sends what to whom, not how.
+"""
+
+from collections.abc import Callable
+
+from gradientflow.patterns.flat import (
+    doubling_all_gather,
+    halving_doubling,
+    halving_reduce_scatter,
+    recursive_doubling,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    star,
+    tree,
+)
+from gradientflow.patterns.pattern import Pattern, Transfer, Turn, chunk_bounds, in_turn, mirrored
+
+#: All-reduces that need to know nothing but how many ranks there are.
+ALL_REDUCES: dict[str, Callable[[int], Pattern]] = {
+    "ring": ring_all_reduce,
+    "tree": tree,
+    "doubling": recursive_doubling,
+    "halving": halving_doubling,
+    "star": star,
+}
+
+__all__ = [
+    "ALL_REDUCES",
+    "Pattern",
+    "Transfer",
+    "Turn",
+    "chunk_bounds",
+    "doubling_all_gather",
+    "halving_doubling",
+    "halving_reduce_scatter",
+    "in_turn",
+    "mirrored",
+    "recursive_doubling",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "star",
+    "tree",
+]
