@@ -15,7 +15,9 @@ from gradientflow.patterns.flat import (
     ring_reduce_scatter,
     star,
     tree,
+    tree_reduce,
 )
+from gradientflow.patterns.levels import bcube, check_hosts, torus, two_level
 from gradientflow.patterns.pattern import Pattern, Transfer, Turn, chunk_bounds, in_turn, mirrored
 
 #: All-reduces that need to know nothing but how many ranks there are.
@@ -32,6 +34,8 @@ __all__ = [
     "Pattern",
     "Transfer",
     "Turn",
+    "bcube",
+    "check_hosts",
     "chunk_bounds",
     "doubling_all_gather",
     "halving_doubling",
@@ -43,5 +47,8 @@ __all__ = [
     "ring_all_reduce",
     "ring_reduce_scatter",
     "star",
+    "torus",
     "tree",
+    "tree_reduce",
+    "two_level",
 ]

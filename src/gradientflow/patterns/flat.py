@@ -56,28 +56,31 @@ def _around(world: int, first: int, add: bool) -> Iterator[Transfer]:
 # - To one rank and back
 
 
+def tree_reduce(world: int) -> Pattern:
+    """A binomial tree: rank 0 ends with the sum."""
+    return Pattern("tree-reduce", _checked(world), 1, tuple(_up_the_tree(world)))
+
+
 def tree(world: int) -> Pattern:
-    """A binomial tree: reduced to rank 0, then broadcast from there.
+    """Reduced to rank 0, then broadcast from there.
 
     >>> [(edge.source, edge.destination) for edge in tree(4).transfers]
     [(1, 0), (3, 2), (2, 0), (0, 2), (2, 3), (0, 1)]
     """
-    return _there_and_back("tree", world, tuple(_up_the_tree(_checked(world))))
+    reduction = tree_reduce(world).transfers
+    return Pattern("tree", world, 1, in_turn(reduction, mirrored(reduction)))
 
 
 def star(world: int, root: int = 0) -> Pattern:
-    """All send to the root at once; it adds in the order of ranks and sends the sum to each.
+    """All send to the root at once; it adds to its own in the order of ranks and sends the sum to each.
 
     >>> star(8).num_rounds, star(8).bytes_received(0, numel=1000, itemsize=4)
     (2, 28000)
     """
     if root not in range(_checked(world)):
         raise UsageError(f"the root of a star of {world} must be one of its ranks, not {root}")
-    return _there_and_back("star", world, tuple(Transfer(0, r, root, 0, 1, True) for r in range(world) if r != root))
-
-
-def _there_and_back(name: str, world: int, reduction: tuple[Transfer, ...]) -> Pattern:
-    return Pattern(name, world, 1, in_turn(reduction, mirrored(reduction)))
+    reduction = tuple(Transfer(0, rank, root, 0, 1, True) for rank in range(world) if rank != root)
+    return Pattern("star", world, 1, in_turn(reduction, mirrored(reduction)))
 
 
 def _up_the_tree(world: int) -> Iterator[Transfer]:
