@@ -12,7 +12,7 @@ NAMES = {
     "DeadlineError", "DisagreementError", "DistributedDataParallel", "DocumentError", "Flow", "GradientFlowError",
     "Message", "NonFiniteError", "NothingToTrainError", "PeerError", "Plan", "Profile", "Recipe", "RecipeError",
     "RunDirectory", "Slice", "Span", "Sync", "TensorProfile", "Trace", "TrainingError", "UsageError", "UserError",
-    "attach", "profile",
+    "attach", "init_from_mpi", "profile",
 }  # fmt: skip
 
 

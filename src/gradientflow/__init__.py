@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gradientflow.rundir import RunDirectory
     from gradientflow.runtime.attach import attach
     from gradientflow.runtime.flow import Flow
+    from gradientflow.runtime.start import init_from_mpi
     from gradientflow.sync import Sync
     from gradientflow.trace import Span, Trace
 
@@ -69,6 +70,7 @@ _HOME = {
     "UsageError": "errors",
     "UserError": "errors",
     "attach": "runtime.attach",
+    "init_from_mpi": "runtime.start",
     "profile": "lab.measure",
 }
 
@@ -97,6 +99,7 @@ __all__ = [
     "UsageError",
     "UserError",
     "attach",
+    "init_from_mpi",
     "profile",
 ]
 

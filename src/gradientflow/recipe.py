@@ -5,6 +5,7 @@
     lazy                      fuse up to 25 MB, the process group's own all-reduce
     lazy:4MB-a2a:1+fp16       4 MB, one lane, half precision on the wire
     lazy-ring                 our own ring over connections of our own
+    lazy-mpi                  MPI's all-reduce, in a script that mpirun starts
     flow-ps+csc:0.1+fp16@ssp:4
 
 The same text is used in calls, on the command line and in `recipe.toml`. Reading is separate from
@@ -37,8 +38,8 @@ from gradientflow.sync import BSP, Sync
 DEFAULT = "lazy"
 #: All messages by this pattern.
 PATTERNS = (*ALL_REDUCES, "levels")
-#: a2a: the group's own all-reduce. best: each message by what was measured to be quickest at its size.
-EXCHANGES = ("a2a", "best", *PATTERNS)
+#: a2a: the group's own all-reduce. mpi: MPI's. best: each message by what was measured to be quickest at its size.
+EXCHANGES = ("a2a", "mpi", "best", *PATTERNS)
 #: More would wait less and cost more: AdamW on 604 tensors takes 15 ms at once, 18 ms in twenties, 38 ms in pairs.
 NUM_STAGES = 32
 #: What each stage costs is to be less than a hundredth of the computing.
@@ -138,6 +139,10 @@ class Recipe(Record):
         if self.exchange.name == "best":
             return PATTERNS
         return (self.exchange.name,) if self.exchange.name in PATTERNS else ()
+
+    @property
+    def over_mpi(self) -> bool:
+        return self.exchange.name == "mpi"
 
     @property
     def wants_gate(self) -> bool:

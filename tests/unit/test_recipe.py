@@ -14,7 +14,7 @@ from gradientflow.recipe import Choice, Recipe, as_recipe
 from gradientflow.sync import ASP, BSP, Sync
 
 names = st.from_regex(r"[a-z][a-z0-9]{0,6}(-[a-z0-9]{1,5}){0,2}", fullmatch=True).filter(
-    lambda name: not {"a2a", "ps"} & set(name.split("-"))
+    lambda name: not {"a2a", "mpi", "ps"} & set(name.split("-"))
 )
 arguments = st.from_regex(r"[A-Za-z0-9._%]{0,6}", fullmatch=True)
 choices = st.builds(Choice, name=names, argument=arguments)
@@ -27,7 +27,7 @@ syncs = st.one_of(
 recipes = st.builds(
     Recipe,
     schedule=choices,
-    exchange=st.builds(Choice, name=st.sampled_from(["a2a", "ps"]), argument=arguments),
+    exchange=st.builds(Choice, name=st.sampled_from(["a2a", "mpi", "ps"]), argument=arguments),
     codecs=st.lists(choices, max_size=3).map(tuple),
     sync=syncs,
 )
@@ -45,6 +45,8 @@ def test_printing_and_reading_lose_nothing(recipe: Recipe) -> None:
         "lazy:4MB",
         "lazy-a2a:1",
         "lazy:4MB-a2a:2+fp16",
+        "lazy-mpi",
+        "flow-mpi:2",
         "mg-wfbp",
         "mg-wfbp-ps",
         "bytescheduler-ps@asp",
@@ -87,6 +89,7 @@ def test_what_cannot_be_read_is_refused(text: str) -> None:
         ("lazy-a2a:0", "not a number of lanes"),
         ("lazy-a2a:99", "not a number of lanes"),
         ("lazy-a2a:two", "not a number of lanes"),
+        ("lazy-mpi:0", "not a number of lanes; use -mpi:1 to -mpi:16"),
         ("lazy:much", "cannot read size"),
         ("lazy+fp16:3", "takes no argument"),
     ],

@@ -1,8 +1,8 @@
 """What a rank shares with the others of its group: lanes for gradients, a side way for weights, and who is well.
 
-Lanes are roads ([road](road.py)): the process group's own all-reduce (`native`), or a pattern that we run ourselves
-over connections of our own (`staged`). Beside them one process group moves initial weights and buffers, which may come
-at any time.
+Lanes are roads ([road](road.py)): the process group's own all-reduce (`native`), MPI's (`mpi`), or a pattern that we
+run ourselves over connections of our own (`staged`). Beside them one process group moves initial weights and buffers,
+which may come at any time.
 
 A failed exchange is `abandon`ed: what it was using is never used again ([Note: abandoned operations] in native.py), and
 `renewed` builds another with the ranks that come.
@@ -23,6 +23,7 @@ from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, store_beside
 from gradientflow.exchange.health import LOOK_S, Health, Process
 from gradientflow.exchange.links import Links
+from gradientflow.exchange.mpi import Mpi
 from gradientflow.exchange.native import Groups
 from gradientflow.exchange.reach import LOOPBACK
 from gradientflow.exchange.road import Pending, TimeIsUp
@@ -59,6 +60,7 @@ class Exchange:
 
     patterns: names of the patterns that messages may be carried by, beside the group's own all-reduce.
     address: at which the other ranks reach this one; for patterns.
+    mpi: sums go over MPI instead of the group.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Exchange:
         deadline_s: float,
         patterns: Sequence[str] = (),
         address: str = LOOPBACK,
+        mpi: bool = False,
         previous: Exchange | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
@@ -80,7 +83,9 @@ class Exchange:
         self.patterns = tuple(patterns)
         if patterns and device.type != "cpu":
             raise UsageError(f"the model is on {device.type}: {', '.join(patterns)} run on CPUs only; use -a2a")
-        self._group, self._device, self._address = group, device, address
+        if mpi and device.type != "cpu":
+            raise UsageError(f"the model is on {device.type}: -mpi runs on CPUs only; use -a2a")
+        self._group, self._device, self._address, self._over_mpi = group, device, address, mpi
         self._abandoned = False
         self._num_broadcasts = 0
         self._store: dist.Store = dist.PrefixStore("again", previous._store) if previous else store_beside(group)
@@ -92,6 +97,7 @@ class Exchange:
         control = dist.PrefixStore("control", self._store)
         self.control = Control(control, self.rank, self.world, deadline_s, self.health)
         self._groups, self._staged = Groups.none(), Staged.none()
+        self._sums: Groups | Mpi = self._groups
         try:
             self._meet("meet the other ranks again after a failure" if previous else "meet the other ranks")
         except BaseException:
@@ -104,8 +110,11 @@ class Exchange:
         if self.world > 1:
             # Gloo's own time limit is a backstop: our waits end earlier, and with names.
             limit_s = self.deadline_s + 30
-            self._groups = Groups(self.backend, self._store, self.rank, self.world, self.num_lanes, limit_s)
+            num_lanes = 0 if self._over_mpi else self.num_lanes
+            self._sums = self._groups = Groups(self.backend, self._store, self.rank, self.world, num_lanes, limit_s)
         self.health.start([Process.model_validate_json(text) for text in texts])
+        if self.world > 1 and self._over_mpi:
+            self._sums = Mpi(self.control, self.num_lanes, self._wait_to_connect)
         if self.world > 1 and self.patterns:
             self._connect()
 
@@ -123,7 +132,7 @@ class Exchange:
         self.health.enter("gradients", number, detail)
         try:
             if pattern == NATIVE:
-                for pending in [self._groups.all_reduce(tensor, lane) for tensor in question.tensors]:
+                for pending in [self._sums.all_reduce(tensor, lane) for tensor in question.tensors]:
                     self._wait(pending)
             else:
                 for tensor in question.tensors:
@@ -162,17 +171,28 @@ class Exchange:
     def abandon(self, words: str, culprits: tuple[int, ...] = ()) -> None:
         """The other ranks read `words` about this one, and stop waiting."""
         self._abandoned = True
+        self._sums.abandon()
         self._groups.abandon()
         self._staged.close()
         self.health.end(words, culprits)
 
     def renewed(self) -> Exchange:
         """Another exchange with the same members, after this one was abandoned on all of them. Collective."""
-        return Exchange(self._group, self._device, self.num_lanes, self.deadline_s, self.patterns, self._address, self)
+        same = (
+            self._group,
+            self._device,
+            self.num_lanes,
+            self.deadline_s,
+            self.patterns,
+            self._address,
+            self._over_mpi,
+        )
+        return Exchange(*same, self)
 
     def close(self) -> None:
         """Give the connections back."""
         self.health.end()
+        self._sums.close()
         self._groups.close()
         self._staged.close()
 
@@ -193,6 +213,13 @@ class Exchange:
             raise DeadlineError(f"no answer from the group within {self.deadline_s:g} s ({error})") from error
         except ConnectionError as error:
             raise self._broken(str(error)) from error
+
+    def _wait_to_connect(self, connecting: Pending) -> None:
+        self.health.enter("connections", 1)
+        try:
+            self._wait(connecting)
+        finally:
+            self.health.leave()
 
     def _look(self) -> None:
         if self._abandoned:

@@ -115,7 +115,8 @@ def open_flow(
         )
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
-    exchange = Exchange(group, _device(model), chosen.lanes, deadline_s, chosen.patterns, settings.address)
+    mpi = chosen.over_mpi and settings.on
+    exchange = Exchange(group, _device(model), chosen.lanes, deadline_s, chosen.patterns, settings.address, mpi)
     try:
         guess = profile or in_order_of_registration(model, options.ignored)
         observe = profile is None or chosen.needs_cost
