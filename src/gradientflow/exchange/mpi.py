@@ -8,14 +8,15 @@ again and again, and its asking is what carries its message. It must not take th
 itself on another thread included: it asks without a pause for a short while only, then after longer and longer sleeps.
 
 [Note: the end of MPI] A process that mpirun started has to finalize MPI before it exits, or mpirun calls the job
-failed. To finalize waits for all other processes, and for ever if one of them will not come. So we finalize at a clean
-exit and never after a failure, which is for mpirun to see. Where the script itself initialised MPI, its end is the
-script's too.
+failed. To finalize waits for all other processes, and for ever if one of them will not come. So we finalize when a
+script has run to its end, but do not wait long if an exchange was given up on the way; and not at all after an
+exception, which is for mpirun to see. Where the script itself initialised MPI, its end is the script's too.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import sys
@@ -34,10 +35,15 @@ from gradientflow.exchange.road import Pending
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_log = logging.getLogger(__name__)
+
 #: How long to ask without a pause: where this rank has a core beside the one that computes, and where it has not.
 ROOMY_SPIN_S, SPIN_S = 2e-3, 50e-6
 #: Sleeps between two looks, growing from one to the other.
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 500e-6
+
+#: After a failure, how long to wait at the end of the script for processes that may not come.
+LEAVE_S = 3.0
 
 START_WITH_MPIRUN = "start the script with mpirun, as in `mpirun -n 4 python train.py`"
 
@@ -224,6 +230,9 @@ def _words(error: Exception) -> str:
 
 def _finalize(mpi: Any) -> None:
     """[Note: the end of MPI]"""
-    failed = _given_up or _under_way or hasattr(sys, "last_value")
-    if not failed and not mpi.Is_finalized():
-        mpi.Finalize()
+    if hasattr(sys, "last_value") or mpi.Is_finalized():
+        return
+    try:
+        _Call(mpi.Finalize).done_within(LEAVE_S if _given_up or _under_way else None)
+    except ConnectionError as error:
+        _log.warning("MPI could not be finalized: %s", error)
