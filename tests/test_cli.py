@@ -111,6 +111,7 @@ def test_unknown_option_is_wrong_use(tmp_path: Path) -> None:
         (["--nnodes", "2", "train.py"], "--rdzv-endpoint"),
         (["--nnodes", "2", "--rdzv-endpoint", "host:1", "--node-rank", "2", "train.py"], "--node-rank 2"),
         (["--out", "train.py/out", "train.py"], "not a directory"),
+        (["--recipe", "lazy-mpi", "--workers", "4", "train.py"], "mpirun -n 4 python train.py"),
     ],
 )
 def test_run_refuses_before_anything_starts(
@@ -125,6 +126,16 @@ def test_run_refuses_before_anything_starts(
     options = arguments if "--out" in arguments else ["--out", "out", *arguments]
     assert_refused(gradientflow_here("run", *options, monkeypatch=monkeypatch, capfd=capfd), words)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_run_under_mpirun_would_start_workers_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    (tmp_path / "train.py").write_text("raise SystemExit('started')")
+    refused = gradientflow_here("run", "train.py", monkeypatch=monkeypatch, capfd=capfd)
+    assert_refused(refused, "mpirun ... python train.py")
 
 
 def test_run_refuses_a_directory_with_a_run_in_it(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ pytestmark = pytest.mark.timeout(300)
         (["--workload", "resnet-50", "--rate", "1kbit"], "--rate 1000 bit/s: expected 1Mbit to 1000Gbit"),
         (["--workload", "some.json", "--device", "v100"], "leave --device out"),
         (["--workload", "resnet-50", "--methods", ","], "--methods is empty"),
+        (["--workload", "resnet-50", "--methods", "ddp,lazy-mpi"], "'lazy-mpi' is for workers that mpirun starts"),
         (["--workload", "resnet-50", "--precision", "2"], "--precision"),
         (["--workload", "resnet-50", "--straggler", "1:inf"], "factors"),
         (["--workload", "resnet-50", "--jitter", "0.6"], "--jitter 0.6"),

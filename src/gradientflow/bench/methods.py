@@ -97,6 +97,9 @@ def _recipe(name: str, text: str) -> Method:
         hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)} or a recipe"
         raise UsageError(f"unknown method {text!r}: {hint} ({error})") from None
 
+    if recipe.over_mpi:
+        raise UsageError(f"method {text!r} is for workers that mpirun starts, and these are not: leave it out")
+
     def wrap(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         return DistributedDataParallel(
             module, recipe=recipe, optimizer=optimizer, init_sync=False, gradient_as_bucket_view=True

@@ -51,6 +51,8 @@ def run(
 ) -> None:
     """Run a training script on several workers, through torchrun."""
     _check_script(script)
+    if "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ:
+        raise UsageError(f"under mpirun each process is a worker already: mpirun ... python {script}")
     torchrun = [*_nodes(nnodes, node_rank, rdzv_endpoint), *_processes(workers, max_restarts)]
     from gradientflow.rundir import RunDirectory
     from gradientflow.runtime.settings import RECIPE_ENV, RUN_ENV, SWITCH_ENV, Settings
@@ -59,6 +61,10 @@ def run(
     if recipe is None and settings.recipe:
         recipe = settings.recipe
     chosen = None if recipe is None else read_recipe(recipe)
+    if chosen is not None and chosen.over_mpi:
+        raise UsageError(
+            f"recipe '{chosen}' is for workers that mpirun starts: mpirun -n {workers or 2} python {script}"
+        )
     directory = RunDirectory(fresh_directory(out or settings.run_directory, _run_name(chosen)))
 
     told = {RUN_ENV: str(directory.path)} | ({RECIPE_ENV: str(chosen)} if chosen else {})
