@@ -73,7 +73,14 @@ def tell(**facts: Any) -> None:
 
 def sums() -> None:
     """Of all dtypes; on two lanes at once; and among some of the ranks, in an order of their own."""
+    with pytest.raises(gf.UsageError, match="set up already"):
+        gf.init_from_mpi()
     rank, world = dist.get_rank(), dist.get_world_size()
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == (
+        str(rank),
+        str(rank),
+        str(world),
+    )
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"), 2, 30.0, mpi=True)
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for numel in (1, 1000, 200_001):

@@ -16,6 +16,7 @@ exception, which is for mpirun to see. Where the script itself initialised MPI, 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import socket
@@ -106,7 +107,7 @@ class Mpi:
 
     def all_reduce(self, values: torch.Tensor, lane: int) -> Pending:
         assert values.is_contiguous()
-        kind, operation = _arithmetic(self._mpi, values.dtype)
+        kind, operation = _arithmetic(values.dtype)
         memory = self._mpi.buffer.fromaddress(values.data_ptr(), values.nbytes)
         try:
             request = self._lanes[lane].Iallreduce(self._mpi.IN_PLACE, [memory, values.numel(), kind], operation)
@@ -192,27 +193,21 @@ def _spin_s(num_neighbours: int) -> float:
     return ROOMY_SPIN_S if cores >= 2 else SPIN_S
 
 
-_SUMMED_BY_TORCH = (torch.float16, torch.bfloat16)
-_operations: dict[torch.dtype, Any] = {}
-
-
-def _arithmetic(mpi: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+@functools.cache
+def _arithmetic(dtype: torch.dtype) -> tuple[Any, Any]:
     """As what MPI moves elements, and how it adds them."""
+    mpi = library()
     native = {
         torch.float32: mpi.FLOAT,
         torch.float64: mpi.DOUBLE,
         torch.complex64: mpi.C_FLOAT_COMPLEX,
         torch.complex128: mpi.C_DOUBLE_COMPLEX,
-        torch.int32: mpi.INT32_T,
-        torch.int64: mpi.INT64_T,
     }
     if dtype in native:
         return native[dtype], mpi.SUM
-    if dtype not in _SUMMED_BY_TORCH:
-        raise UsageError(f"-mpi has no sum of {dtype}; use -a2a")
-    if dtype not in _operations:
-        _operations[dtype] = mpi.Op.Create(_adding(dtype), commute=True)
-    return mpi.UINT16_T, _operations[dtype]
+    if dtype in (torch.float16, torch.bfloat16):
+        return mpi.UINT16_T, mpi.Op.Create(_adding(dtype), commute=True)
+    raise UsageError(f"-mpi has no sum of {dtype}; use -a2a")
 
 
 def _adding(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:

@@ -17,7 +17,7 @@ def init_from_mpi(deadline_s: float = 600.0) -> None:
     """`torch.distributed.init_process_group("gloo")` for the processes of mpirun. Collective.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun would, where they are not set.
-    deadline_s: of the group's own operations, and of waiting for the other processes."""
+    deadline_s: of the group's own operations."""
     if dist.is_initialized():
         raise UsageError("torch.distributed is set up already: call init_from_mpi() instead of init_process_group()")
     mpi = library()
