@@ -72,6 +72,11 @@ class Plan(Document):
     messages: tuple[Message, ...]
     #: What the gate waits for together, in forward order; none: gradients are final when backward returns.
     stages: tuple[tuple[str, ...], ...] = ()
+    #: Decoupled: each message is reduced and scattered in the order of `messages`, so that every rank has a part of
+    #: the sum; when a lane has done all of its own, they are gathered, in this order. (): messages go whole.
+    gathers: tuple[int, ...] = ()
+    #: Between the two, ranks tell each other the norm of each tensor, for whoever clips by it.
+    norms: bool = False
     #: What its planner had to say about it.
     why: str = ""
 
@@ -120,6 +125,8 @@ class Plan(Document):
         if sorted(self.layout) != sorted(tensors):
             different = sorted(set(self.layout) ^ set(tensors)) or ["a tensor listed twice"]
             raise ValueError(f"the plan and the profile hold different tensors: {', '.join(different[:5])}")
+        if self.gathers and sorted(self.gathers) != list(range(len(self.messages))):
+            raise ValueError("the plan does not gather every message exactly once")
         staged = sorted(name for stage in self.stages for name in stage)
         if staged and staged != sorted(tensors):
             raise ValueError("the plan's stages do not hold every tensor exactly once")

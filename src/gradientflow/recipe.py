@@ -27,10 +27,10 @@ from gradientflow.cost.evaluate import even_stages
 from gradientflow.cost.table import Best, Cost
 from gradientflow.documents import Record, describe, read_text, write_text
 from gradientflow.errors import DocumentError, RecipeError
-from gradientflow.patterns import ALL_REDUCES
+from gradientflow.patterns import ALL_REDUCES, HALVES
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
-from gradientflow.schedule import FOR_A_GATE, PRICED, SCHEDULES, WITH_A_SIZE, Terms
+from gradientflow.schedule import DECOUPLED, FOR_A_GATE, PRICED, SCHEDULES, WITH_A_SIZE, Terms
 from gradientflow.schedule.sizes import parse_nbytes
 from gradientflow.sync import BSP, Sync
 
@@ -119,6 +119,11 @@ class Recipe(Record):
             if not parse_nbytes(self.schedule.argument):
                 raise self._illegal("a partition of no bytes", f"{self.schedule.name}:4MB")
         self._exists("exchange", self.exchange.name, list(EXCHANGES))
+        if self.schedule.name in DECOUPLED:
+            if self.exchange.name not in ("a2a", "ring"):
+                raise self._illegal(f"{self.schedule.name} has two halves, which only a ring has", "-a2a or -ring")
+            if self.codecs:
+                raise self._illegal(f"{self.schedule.name} sends gradients as they are", str(self.schedule))
         for choice in self.codecs:
             self._exists("codec", choice.name, list(CODECS))
         if self.sync != BSP:
@@ -135,6 +140,8 @@ class Recipe(Record):
     @property
     def patterns(self) -> tuple[str, ...]:
         """By which patterns messages may be carried, beside the group's own all-reduce."""
+        if self.schedule.name in DECOUPLED:
+            return (*HALVES, *(["ring"] if self.exchange.name == "ring" else []))
         if self.exchange.name == "best":
             return PATTERNS
         return (self.exchange.name,) if self.exchange.name in PATTERNS else ()
@@ -163,12 +170,14 @@ class Recipe(Record):
             terms = Terms(cost, num_lanes, gated and not whole, stages)
             plan = PRICED[self.schedule.name](profile, self.schedule.argument, terms)
         plan = self._carried(plan.on_lanes(num_lanes), profile, cost).model_copy(update={"stages": stages})
+        if plan.gathers:
+            plan = plan.model_copy(update={"norms": gated and whole})
         plan.check(profile)
         return plan
 
     def _carried(self, plan: Plan, profile: Profile, cost: Cost | None) -> Plan:
         """Each message by its pattern."""
-        if self.exchange.name in PATTERNS:
+        if self.exchange.name in PATTERNS and not plan.gathers:
             return plan.carried_by(lambda message: self.exchange.name)
         if not isinstance(cost, Best):
             return plan

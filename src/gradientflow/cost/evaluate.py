@@ -19,6 +19,7 @@ from when jobs end and from the compute that has to follow them (`Moments`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -170,7 +171,10 @@ def _ready_s(profile: Profile) -> dict[str, float]:
 def _arrivals(profile: Profile, plan: Plan, carried: Sequence[Timing]) -> dict[str, float]:
     """By tensor, when the last message that holds part of it has arrived."""
     arrived_s = {tensor.name: 0.0 for tensor in profile.tensors}
-    for message, timing in zip(plan.messages, carried, strict=True):
+    numbers = plan.gathers or range(len(plan.messages))
+    for message, timing in zip(
+        [plan.messages[number] for number in numbers], carried[-len(plan.messages) :], strict=True
+    ):
         for piece in message.slices:
             arrived_s[piece.tensor] = max(arrived_s[piece.tensor], timing.end_s)
     return arrived_s
@@ -302,12 +306,17 @@ def startup_and_wire_s(cost: Cost, nbytes: int) -> tuple[float, float]:
 
 
 def _carry(profile: Profile, plan: Plan, cost: Cost) -> list[Timing]:
-    """The plan's messages on their lanes, from the start of backward."""
-    jobs = _jobs(profile, plan, cost)
+    """The plan's messages on their lanes, from the start of backward. Decoupled: all first halves, all second."""
+    if plan.gathers:
+        firsts = _jobs(profile, plan, Steps(cost, 0.5, 1.0))
+        jobs = firsts + [dataclasses.replace(firsts[number], ready_s=0.0) for number in plan.gathers]
+        messages = [*plan.messages, *(plan.messages[number] for number in plan.gathers)]
+    else:
+        jobs, messages = _jobs(profile, plan, cost), list(plan.messages)
     carry(jobs)
     return [
         Timing(label=message.label, nbytes=job.nbytes, lane=job.lane, **job.times())
-        for message, job in zip(plan.messages, jobs, strict=True)
+        for message, job in zip(messages, jobs, strict=True)
     ]
 
 

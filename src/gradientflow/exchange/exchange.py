@@ -27,7 +27,7 @@ from gradientflow.exchange.native import Groups
 from gradientflow.exchange.reach import LOOPBACK
 from gradientflow.exchange.road import Pending, TimeIsUp
 from gradientflow.exchange.staged import Staged, peers_of
-from gradientflow.patterns import ALL_REDUCES, Pattern, two_level
+from gradientflow.patterns import ALL_REDUCES, HALVES, Pattern, scatter_of, two_level
 from gradientflow.plan import NATIVE
 
 # Small tensors are packed up to this size before they are broadcast; larger ones go by themselves, in place.
@@ -131,6 +131,12 @@ class Exchange:
         finally:
             self.health.leave()
 
+    def owned(self, pattern: str, values: torch.Tensor) -> Sequence[tuple[int, int]]:
+        """Where in `values` this rank has the sum, after the first half of a pattern."""
+        if self.world == 1:
+            return [(0, values.numel())]
+        return self._staged.owned(scatter_of(pattern), values.numel(), values.itemsize)
+
     def broadcast(self, tensors: Iterable[torch.Tensor], stamp: Stamp, source: int = 0) -> None:
         """Rank `source`'s values into everybody's `tensors`, small ones packed. Beside all lanes.
 
@@ -214,7 +220,7 @@ def _default_lanes(backend: str) -> int:
 def _pattern(name: str, addresses: Sequence[str]) -> Pattern:
     """Ranks at one address are workers of one host."""
     if name != "levels":
-        return ALL_REDUCES[name](len(addresses))
+        return {**ALL_REDUCES, **HALVES}[name](len(addresses))
     hosts: dict[str, list[int]] = {}
     for rank, address in enumerate(addresses):
         hosts.setdefault(address, []).append(rank)

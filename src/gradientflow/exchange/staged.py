@@ -141,6 +141,10 @@ class Staged:
         for last in under_way.values():
             last.finish(wires, values, scratch, look, look_s)
 
+    def owned(self, name: str, numel: int, itemsize: int) -> Sequence[tuple[int, int]]:
+        """What this rank has after a reduce-scatter of that name."""
+        return owned(self._patterns[name], self._rank, numel, itemsize)
+
     def _program(self, name: str, numel: int, itemsize: int) -> Program:
         key = (name, numel, itemsize)
         if key not in self._programs:

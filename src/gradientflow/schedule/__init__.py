@@ -13,6 +13,7 @@ from gradientflow.cost.evaluate import Stages
 from gradientflow.cost.table import Cost
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
+from gradientflow.schedule.decoupled import dear as _dear
 from gradientflow.schedule.flow import explain
 from gradientflow.schedule.flow import flow as _flow
 from gradientflow.schedule.fusion import bsp, lazy, wfbp
@@ -46,15 +47,23 @@ def _flow_on(profile: Profile, argument: str, terms: Terms) -> Plan:
     return plan.model_copy(update={"why": why})
 
 
+def _dear_on(profile: Profile, argument: str, terms: Terms) -> Plan:
+    nbytes = parse_nbytes(argument) if argument else None
+    return _dear(profile, terms.cost, nbytes=nbytes, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
+
+
 #: Those that need to know more -> function of (profile, argument, terms).
 PRICED: dict[str, Callable[[Profile, str, Terms], Plan]] = {
     "mg-wfbp": lambda profile, argument, terms: mg_wfbp(profile, terms.cost),
     "merge": lambda profile, argument, terms: _merge(profile, terms.cost),
     "bytescheduler": _bytescheduler,
     "flow": _flow_on,
+    "dear": _dear_on,
 }
 #: Those whose order pays only if the next forward pass waits layer by layer.
-FOR_A_GATE = frozenset({"bytescheduler", "flow"})
-WITH_A_SIZE = frozenset({"bytescheduler"})
+FOR_A_GATE = frozenset({"bytescheduler", "flow", "dear"})
+WITH_A_SIZE = frozenset({"bytescheduler", "dear"})
+#: Those that send each message in two halves.
+DECOUPLED = frozenset({"dear"})
 
-__all__ = ["FOR_A_GATE", "PRICED", "SCHEDULES", "WITH_A_SIZE", "Terms", "bsp", "lazy", "mg_wfbp", "wfbp"]
+__all__ = ["DECOUPLED", "FOR_A_GATE", "PRICED", "SCHEDULES", "WITH_A_SIZE", "Terms", "bsp", "lazy", "mg_wfbp", "wfbp"]
