@@ -11,12 +11,15 @@ measured), so the order is never decided at run time; what is decided at run tim
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pydantic import Field, model_validator
 
 from gradientflow.documents import Document, Record
 from gradientflow.profiles import Profile
+
+#: The group's own all-reduce, instead of a pattern of ours.
+NATIVE = "native"
 
 
 class Slice(Record):
@@ -42,6 +45,8 @@ class Message(Record):
 
     slices: tuple[Slice, ...] = Field(min_length=1)
     lane: int = Field(default=0, ge=0)
+    #: Who sends what to whom: a name of `patterns`, or the group's own.
+    pattern: str = NATIVE
 
     @property
     def numel(self) -> int:
@@ -102,6 +107,11 @@ class Plan(Document):
         messages = tuple(
             message.model_copy(update={"lane": index % num_lanes}) for index, message in enumerate(self.messages)
         )
+        return self.model_copy(update={"messages": messages})
+
+    def carried_by(self, pattern: Callable[[Message], str]) -> Plan:
+        """The same messages, each by the pattern that is named for it."""
+        messages = tuple(message.model_copy(update={"pattern": pattern(message)}) for message in self.messages)
         return self.model_copy(update={"messages": messages})
 
     def check(self, profile: Profile) -> None:

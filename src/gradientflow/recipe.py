@@ -1,9 +1,10 @@
 """A recipe: exchange x schedule x codec x synchronisation, and the one grammar for writing it.
 
-    schedule[:argument] [-a2a[:lanes] | -ps] [+codec[:argument]]... [@sync[:argument]]
+    schedule[:argument] [-exchange[:lanes]] [+codec[:argument]]... [@sync[:argument]]
 
     lazy                      fuse up to 25 MB, the process group's own all-reduce
     lazy:4MB-a2a:1+fp16       4 MB, one lane, half precision on the wire
+    lazy-ring                 our own ring over connections of our own
     flow-ps+csc:0.1+fp16@ssp:4
 
 The same text is used in calls, on the command line and in `recipe.toml`. Reading is separate from
@@ -23,9 +24,10 @@ from pydantic import ValidationError
 
 from gradientflow.compress import CODECS, EXACT, Codec
 from gradientflow.cost.evaluate import even_stages
-from gradientflow.cost.table import Cost
+from gradientflow.cost.table import Best, Cost
 from gradientflow.documents import Record, describe, read_text, write_text
 from gradientflow.errors import DocumentError, RecipeError
+from gradientflow.patterns import ALL_REDUCES
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
 from gradientflow.schedule import FOR_A_GATE, PRICED, SCHEDULES, WITH_A_SIZE, Terms
@@ -33,7 +35,10 @@ from gradientflow.schedule.sizes import parse_nbytes
 from gradientflow.sync import BSP, Sync
 
 DEFAULT = "lazy"
-EXCHANGES = ("a2a",)
+#: All messages by this pattern.
+PATTERNS = (*ALL_REDUCES, "levels")
+#: a2a: the group's own all-reduce. best: each message by what was measured to be quickest at its size.
+EXCHANGES = ("a2a", "best", *PATTERNS)
 #: More would wait less and cost more: AdamW on 604 tensors takes 15 ms at once, 18 ms in twenties, 38 ms in pairs.
 NUM_STAGES = 32
 #: What each stage costs is to be less than a hundredth of the computing.
@@ -42,7 +47,7 @@ STAGE_S = 200e-6
 # Names may hold dashes (mg-wfbp); the shortest match leaves a trailing -a2a or -ps to the exchange.
 _NAME = r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*?"
 _ARGUMENT = r"[A-Za-z0-9._%]+"
-_HEAD = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?(?:-(a2a|ps)(?::({_ARGUMENT}))?)?")
+_HEAD = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?(?:-({'|'.join(EXCHANGES)}|ps)(?::({_ARGUMENT}))?)?")
 _CODEC = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?")
 
 
@@ -100,14 +105,15 @@ class Recipe(Record):
         if self.exchange.name == "ps" and self.exchange.argument:
             raise self._illegal("-ps takes no argument", "-ps")
         if self.exchange.argument and not re.fullmatch("[1-9]|1[0-6]", self.exchange.argument):
-            raise self._illegal(f"{self.exchange.argument!r} is not a number of lanes", "-a2a:1 to -a2a:16")
+            lanes = f"-{self.exchange.name}:1 to -{self.exchange.name}:16"
+            raise self._illegal(f"{self.exchange.argument!r} is not a number of lanes", lanes)
         casts = [codec.name for codec in self.codecs if codec.name in ("fp16", "bf16")]
         if len(casts) > 1:
             raise self._illegal(f"{' and '.join(casts)} are both wire precisions", "one of them")
         if casts and self.codecs[-1].name != casts[0]:
             raise self._illegal(f"+{casts[0]} must come last: it packs what the others send", "it at the end")
         self._exists("schedule", self.schedule.name, [*SCHEDULES, *PRICED])
-        if self.needs_cost and self.schedule.argument:
+        if self.schedule.name in PRICED and self.schedule.argument:
             if self.schedule.name not in WITH_A_SIZE:
                 raise self._illegal(f"{self.schedule.name} takes no argument", self.schedule.name)
             if not parse_nbytes(self.schedule.argument):
@@ -123,8 +129,15 @@ class Recipe(Record):
 
     @property
     def needs_cost(self) -> bool:
-        """Whether the schedule looks at what messages cost."""
-        return self.schedule.name in PRICED
+        """Whether planning looks at what messages cost."""
+        return self.schedule.name in PRICED or self.exchange.name == "best"
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """By which patterns messages may be carried, beside the group's own all-reduce."""
+        if self.exchange.name == "best":
+            return PATTERNS
+        return (self.exchange.name,) if self.exchange.name in PATTERNS else ()
 
     @property
     def wants_gate(self) -> bool:
@@ -140,7 +153,7 @@ class Recipe(Record):
         compute_s = profile.forward_s + profile.backward_s
         num_stages = max(4, min(NUM_STAGES, int(compute_s / 100 / STAGE_S)))
         stages = even_stages(profile, num_stages) if gated else ()
-        if not self.needs_cost:
+        if self.schedule.name not in PRICED:
             plan = SCHEDULES[self.schedule.name](profile, self.schedule.argument)
         elif cost is None:
             plan = SCHEDULES["lazy"](profile, "").model_copy(
@@ -149,9 +162,18 @@ class Recipe(Record):
         else:
             terms = Terms(cost, num_lanes, gated and not whole, stages)
             plan = PRICED[self.schedule.name](profile, self.schedule.argument, terms)
-        plan = plan.on_lanes(num_lanes).model_copy(update={"stages": stages})
+        plan = self._carried(plan.on_lanes(num_lanes), profile, cost).model_copy(update={"stages": stages})
         plan.check(profile)
         return plan
+
+    def _carried(self, plan: Plan, profile: Profile, cost: Cost | None) -> Plan:
+        """Each message by its pattern."""
+        if self.exchange.name in PATTERNS:
+            return plan.carried_by(lambda message: self.exchange.name)
+        if not isinstance(cost, Best):
+            return plan
+        itemsizes = {tensor.name: tensor.torch_dtype.itemsize for tensor in profile.tensors}
+        return plan.carried_by(lambda message: cost.pick(message.numel * itemsizes[message.slices[0].tensor]))
 
     def codec(self) -> Codec:
         codecs = [CODECS[choice.name](choice.argument) for choice in self.codecs]

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradientflow as gf
+from gradientflow.recipe import PATTERNS
 from helpers import run_ranks
 from models import MODELS, build, loss_of
 
@@ -140,6 +141,21 @@ def test_float64_weights_equal_ddp(world: int, name: str, optimizer: str, method
     reference = results[0][ONE_BUCKET][0]
     for method in methods:
         difference = (results[0][method][0] - reference).abs().max()
+        assert difference <= 1e-10, f"{method}: {difference:.3g}"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_pattern_trains_as_ddp(world: int) -> None:
+    methods = (
+        *(f"lazy:150KB-{pattern}" for pattern in PATTERNS),
+        "lazy:150KB-best",
+        "gated flow-ring",
+        "gated flow-best",
+    )
+    results = run_ranks(world, train_all, "mlp", "sgd", torch.float64, (ONE_BUCKET, *methods), STEPS_FOR_BITS)
+    assert_ranks_identical(results)
+    for method in methods:
+        difference = (results[0][method][0] - results[0][ONE_BUCKET][0]).abs().max()
         assert difference <= 1e-10, f"{method}: {difference:.3g}"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from gradientflow.compress import EXACT, Sum
 from gradientflow.errors import DeadlineError, TrainingError
-from gradientflow.plan import Message, Plan, Slice
+from gradientflow.plan import NATIVE, Message, Plan, Slice
 from gradientflow.runtime.pump import Pump
 from gradientflow.runtime.streams import HostStreams
 from gradientflow.trace import Recorder
@@ -29,7 +29,7 @@ class RecordingExchange:
         self.threads: list[str] = []
         self._busy = [False] * num_lanes
 
-    def answer(self, question: Sum, lane: int, number: int = 0, detail: str = "") -> None:
+    def answer(self, question: Sum, lane: int, number: int = 0, detail: str = "", pattern: str = NATIVE) -> None:
         assert not self._busy[lane], "two conversations on one lane"
         self._busy[lane] = True
         time.sleep(random.random() * 0.002)

@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from gradientflow import __version__
 from gradientflow.bench.arena import Arena, start
 from gradientflow.bench.results import Conditions, Machine, Results
-from gradientflow.bench.usage import available_memory, way_to_others
+from gradientflow.bench.usage import available_memory
 from gradientflow.bench.worker import TIMEOUT_S, Findings, Progress, Specification, bake
 from gradientflow.errors import TrainingError, UsageError
+from gradientflow.exchange.reach import way_to_others
 from gradientflow.profiles import Profile
 from gradientflow.rundir import now
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradientflow.bench.arena import die_with_parent
-from gradientflow.bench.usage import way_to_others
+from gradientflow.exchange.reach import way_to_others
 from gradientflow.network import Network
 from gradientflow.probe import measure_network
 

@@ -31,9 +31,10 @@ from gradientflow.bench.arena import die_with_parent
 from gradientflow.bench.methods import BUCKETS_MB, POWERSGD_START, Method, method, stock_ddp, without_number
 from gradientflow.bench.results import Conditions, Ratio, Result, Spread, Timeline
 from gradientflow.bench.timelines import NOTED_BY_FLOWS, Phase, extent, timelines, watched, within, without
-from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage, way_to_others
+from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage
 from gradientflow.cost.evaluate import limit_s
 from gradientflow.documents import Document, Record, parse_json
+from gradientflow.exchange.reach import way_to_others
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab.limits import goodput
 from gradientflow.lab.replay import Jitter, Replay

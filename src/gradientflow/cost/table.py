@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 from pydantic import Field, field_validator
 
@@ -160,6 +160,39 @@ class Steps:
 
     def seconds(self, nbytes: float) -> float:
         return self.count * self.cost.seconds(nbytes * self.fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The quickest of several ways to carry a message; the first unless another gains a `MARGIN`.
+
+    >>> ways = {"long": Line(alpha_s=4.0, beta_s_per_byte=1.0), "short": Line(alpha_s=1.0, beta_s_per_byte=2.0)}
+    >>> Best(ways).pick(1), Best(ways).pick(4)
+    ('short', 'long')
+    """
+
+    ways: Mapping[str, Cost]
+
+    #: Of a message's seconds; what repeats of a measurement differ by.
+    MARGIN: ClassVar[float] = 0.05
+
+    def pick(self, nbytes: float) -> str:
+        """The name of the way for a message of `nbytes`."""
+        first = next(iter(self.ways))
+        quickest = min(self.ways, key=lambda name: self.ways[name].seconds(nbytes))
+        gains = self.ways[quickest].seconds(nbytes) < (1 - self.MARGIN) * self.ways[first].seconds(nbytes)
+        return quickest if gains else first
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        return min(cost.beta_s_per_byte for cost in self.ways.values())
+
+    @property
+    def host_s(self) -> float:
+        return next(iter(self.ways.values())).host_s
+
+    def seconds(self, nbytes: float) -> float:
+        return self.ways[self.pick(nbytes)].seconds(nbytes)
 
 
 def ring_reduce_scatter(link: Cost, world: int) -> Steps:

@@ -1,7 +1,7 @@
 """Exchanges: how a question of a codec is answered by the group."""
 
 from gradientflow.exchange.control import Control
+from gradientflow.exchange.exchange import Exchange, Moment, Stamp
 from gradientflow.exchange.health import Health
-from gradientflow.exchange.native import Moment, Native, Stamp
 
-__all__ = ["Control", "Health", "Moment", "Native", "Stamp"]
+__all__ = ["Control", "Exchange", "Health", "Moment", "Stamp"]

@@ -30,9 +30,9 @@ class Control:
         keys = self._say(text, range(self._world))
         return self._hear(keys, purpose)
 
-    def from_rank_0(self, text: str, purpose: str) -> str:
-        """Rank 0's `text`, on every rank."""
-        return self._hear(self._say(text, [0]), purpose)[0]
+    def from_rank(self, rank: int, text: str, purpose: str) -> str:
+        """That rank's `text`, on every rank."""
+        return self._hear(self._say(text, [rank]), purpose)[0]
 
     def _say(self, text: str, speakers: range | list[int]) -> dict[int, str]:
         self._round += 1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradientflow.errors import UsageError
-from gradientflow.exchange import Moment, Native, Stamp
+from gradientflow.exchange import Exchange, Moment, Stamp
 from gradientflow.network import Network
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
@@ -115,7 +115,7 @@ def open_flow(
         )
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
-    exchange = Native(group, _device(model), chosen.lanes, deadline_s)
+    exchange = Exchange(group, _device(model), chosen.lanes, deadline_s, chosen.patterns, settings.address)
     try:
         guess = profile or in_order_of_registration(model, options.ignored)
         observe = profile is None or chosen.needs_cost
@@ -151,7 +151,7 @@ def open_flow(
         raise
 
 
-def _compare(exchange: Native, settings: dict[str, str], model: nn.Module, options: Options, plan: Plan) -> None:
+def _compare(exchange: Exchange, settings: dict[str, str], model: nn.Module, options: Options, plan: Plan) -> None:
     """Raise on every rank unless all have the same settings and tensors and would send the same plan."""
     everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     everything = {name: tensor for name, tensor in everything.items() if name not in options.ignored}
@@ -248,7 +248,7 @@ def _check(
                 )
 
 
-def _run_directory(settings: Settings, recipe: Recipe, exchange: Native) -> RunDirectory | None:
+def _run_directory(settings: Settings, recipe: Recipe, exchange: Exchange) -> RunDirectory | None:
     if settings.run_directory is None:
         return None
     from gradientflow import __version__

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from gradientflow.compress import Sum
 from gradientflow.errors import DeadlineError, TrainingError
-from gradientflow.exchange import Native
+from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.runtime.pool import Pool
 from gradientflow.trace import Recorder, Span
@@ -70,7 +70,7 @@ class Bucket:
 class HookPump:
     """Does for a flow what `Pump` does, through `hooks`."""
 
-    def __init__(self, exchange: Native, hooks: Sequence[CommHook], recorder: Recorder) -> None:
+    def __init__(self, exchange: Exchange, hooks: Sequence[CommHook], recorder: Recorder) -> None:
         self._exchange = exchange
         self._hooks = list(hooks)
         self._recorder = recorder

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradientflow.documents import Record
 from gradientflow.errors import DisagreementError, NonFiniteError, TrainingError, UsageError
-from gradientflow.exchange import Moment, Native, Stamp
+from gradientflow.exchange import Exchange, Moment, Stamp
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.runtime.autograd import accumulator_of, after_enclosing_node, at_end_of_backward, inside_backward
@@ -63,7 +63,7 @@ class Flow(ABC):
     """Made by `gradientflow.attach`; a context manager."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Native, options: Options
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Exchange, options: Options
     ) -> None:
         # - What is trained
         self._model = model

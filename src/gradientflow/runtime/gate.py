@@ -35,7 +35,7 @@ from gradientflow.trace import MAIN, Recorder, Span
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Owner:
     """What the gate asks of the flow it belongs to."""
 
     #: Return when these messages have arrived.
@@ -59,9 +59,9 @@ class _Stage:
 class Gate:
     """For `parameters`, which are numbered by their place."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], exchange: Exchange, recorder: Recorder) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], owner: Owner, recorder: Recorder) -> None:
         self._parameters = list(parameters)
-        self._exchange = exchange
+        self._owner = owner
         self._recorder = recorder
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -196,9 +196,9 @@ class Gate:
                 self._advance(stage)
             if self._shares is not None:
                 self._shares.release_state()
-            with self._exchange.breaking():
+            with self._owner.breaking():
                 began_s = self._recorder.clock()
-                self._exchange.wait_for_all()
+                self._owner.wait_for_all()
                 self._waited(began_s, "the rest")
             for index in list(self._unfinished):
                 self._hand_over(index)
@@ -244,9 +244,9 @@ class Gate:
                 self._advance(stage)
                 return
             self._conclude()
-            with self._exchange.breaking():
+            with self._owner.breaking():
                 began_s = self._recorder.clock()
-                self._exchange.wait_for(self._messages_of[index])
+                self._owner.wait_for(self._messages_of[index])
                 self._waited(began_s, "a gradient")
             self._hand_over(index)
 
@@ -274,9 +274,9 @@ class Gate:
             self._conclude()
             if not stage.put_off:
                 return  # concluded that it must not be
-            with self._exchange.breaking():
+            with self._owner.breaking():
                 began_s = self._recorder.clock()
-                self._exchange.wait_for(stage.messages)
+                self._owner.wait_for(stage.messages)
                 arrived_s = self._waited(began_s, stage.name)
             self._update(stage)
             self._recorder.add(Span("update", stage.name, MAIN, arrived_s, self._recorder.clock(), self._step + 1))
@@ -313,7 +313,7 @@ class Gate:
         self._concluded = True
         began_s = self._recorder.clock()
         try:
-            self._exchange.conclude()
+            self._owner.conclude()
             self._waited(began_s, "what all ranks did")
         except BaseException:
             self.cancel()

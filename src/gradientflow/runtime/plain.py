@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradientflow.compress import Sum
-from gradientflow.exchange import Native
+from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.runtime.fingerprint import compare, describe_tensors
 from gradientflow.runtime.flow import ArrivalHook, Flow, Memory
@@ -23,7 +23,7 @@ from gradientflow.schedule import wfbp
 
 class PlainFlow(Flow):
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Native, options: Options
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Exchange, options: Options
     ) -> None:
         super().__init__(model, optimizer, exchange, options)
         self._take()

@@ -14,7 +14,7 @@ from gradientflow.compress import Exact
 from gradientflow.cost.table import Cost
 from gradientflow.documents import parse_json
 from gradientflow.errors import TrainingError, UsageError
-from gradientflow.exchange import Native
+from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
@@ -22,7 +22,7 @@ from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.comm_hooks import CommHook, HookPump
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import ArrivalHook, Flow, Memory, trainable
-from gradientflow.runtime.gate import Exchange, Gate
+from gradientflow.runtime.gate import Gate, Owner
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.optimizers import Given, OneOptimizer
 from gradientflow.runtime.options import Options
@@ -49,7 +49,7 @@ class PooledFlow(Flow):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        exchange: Native,
+        exchange: Exchange,
         recipe: Recipe,
         plan: Plan,
         options: Options,
@@ -186,8 +186,8 @@ class PooledFlow(Flow):
             self._gate.take_doors_away()
             self._gate = None
         if self._options.gate and not self._comm_hooks:
-            asked = Exchange(self._wait_for, self._wait_for_all, self._conclude_early, self._breaking)
-            self._gate = Gate(parameters, asked, self._recorder)
+            owner = Owner(self._wait_for, self._wait_for_all, self._conclude_early, self._breaking)
+            self._gate = Gate(parameters, owner, self._recorder)
 
     def _restart(self) -> None:
         self._pump.close()
@@ -252,15 +252,20 @@ class PooledFlow(Flow):
         exchange, observed = self._exchange, self.profile()
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
         if self.recipe.needs_cost and self._cost is None:
-            self._cost = measure_cost(exchange, self._codec, device, self._step)
+            by_size = self.recipe.exchange.name == "best"
+            self._cost = measure_cost(exchange, self._codec, device, self._step, by_size)
         gated = self._gate is not None and not self._gate_shut
         whole = self._replanning.agreed(self._step)
-        # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair.
+        # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair. The
+        # slowest rank's: all wait for its gradients, whatever their own times are.
+        computes_s = exchange.control.gather(repr(observed.forward_s + observed.backward_s), "compare compute")
+        planner = max(range(exchange.world), key=lambda rank: float(computes_s[rank]))
         own = ""
-        if exchange.rank == 0:
+        if exchange.rank == planner:
             plan = self.recipe.plan(observed, exchange.num_lanes, self._cost, gated=gated, whole=whole)
             own = plan.model_dump_json()
-        plan = parse_json(Plan, exchange.control.from_rank_0(own, "hear rank 0's plan"), "rank 0's plan")
+        heard = exchange.control.from_rank(planner, own, f"hear rank {planner}'s plan")
+        plan = parse_json(Plan, heard, f"rank {planner}'s plan")
         plan.check(observed)
         compare(exchange.control, describe_plan(plan))
         if plan != self._plan_now:

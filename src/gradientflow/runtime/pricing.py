@@ -8,32 +8,45 @@ from statistics import median
 import torch
 
 from gradientflow.compress import Codec, Sum
-from gradientflow.cost.table import Cost, CostTable, Steps
-from gradientflow.exchange import Native
+from gradientflow.cost.table import Best, Cost, CostTable, Steps
+from gradientflow.exchange import Exchange
+from gradientflow.plan import NATIVE
 
 #: 4 KiB to 4 MiB; at 100 Mbit/s and four ranks all of it takes about two seconds.
 SIZES = tuple(2**power for power in range(12, 23, 2))
+#: Patterns that send more bytes than they must gain nothing beyond; nor are they measured there.
+SMALL = 256 * 1024
+LEAN = (NATIVE, "ring", "halving", "levels")
 REPEATS = 3
 
 
-def measure_cost(exchange: Native, codec: Codec, device: torch.device, step: int) -> Cost:
-    """Seconds of one message by its size, as a gradient's bytes count. Collective; each rank's own clock."""
+def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: int, by_size: bool = False) -> Cost:
+    """Seconds of one message by its size, as a gradient's bytes count. Collective; each rank's own clock.
+
+    by_size: messages may go by any of the exchange's patterns, else all by the same."""
+    fraction = codec.traffic(SIZES[-1] // 4, torch.float32).nbytes / SIZES[-1]
     buffer = torch.zeros(SIZES[-1] // 4, device=device)
+    if not by_size:
+        return Steps(_table(exchange, next(iter(exchange.patterns), NATIVE), buffer, step), 1, fraction)
+    names = (NATIVE, *exchange.patterns)
+    return Best({name: Steps(_table(exchange, name, buffer, step), 1, fraction) for name in names})
+
+
+def _table(exchange: Exchange, pattern: str, buffer: torch.Tensor, step: int) -> CostTable:
     points, hosts_s = [], []
-    for nbytes in SIZES:
+    for nbytes in (size for size in SIZES if pattern in LEAN or size <= SMALL):
         times_s = []
         for _ in range(1 + REPEATS):
             began_s = time.thread_time()
-            times_s.append(_once(exchange, buffer[: nbytes // 4], step))
+            times_s.append(_once(exchange, pattern, buffer[: nbytes // 4], step))
             hosts_s.append(time.thread_time() - began_s)
         points.append((nbytes, median(times_s[1:])))
-    table = CostTable(points=tuple(points), host_s=median(hosts_s))
-    return Steps(table, 1, codec.traffic(SIZES[-1] // 4, torch.float32).nbytes / SIZES[-1])
+    return CostTable(points=tuple(points), host_s=median(hosts_s))
 
 
-def _once(exchange: Native, values: torch.Tensor, step: int) -> float:
+def _once(exchange: Exchange, pattern: str, values: torch.Tensor, step: int) -> float:
     start_s = time.perf_counter()
-    exchange.answer(Sum([values]), 0, step, "measure what messages cost")
+    exchange.answer(Sum([values]), 0, step, "measure what messages cost", pattern)
     if values.device.type != "cpu":
         torch.accelerator.synchronize(values.device)
     return max(time.perf_counter() - start_s, 1e-9)

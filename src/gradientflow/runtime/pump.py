@@ -20,7 +20,7 @@ import torch
 
 from gradientflow.compress import Codec
 from gradientflow.errors import DeadlineError
-from gradientflow.exchange import Native
+from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.runtime.streams import Streams
 from gradientflow.trace import Recorder, Span
@@ -29,7 +29,7 @@ from gradientflow.trace import Recorder, Span
 class Pump:
     """Carries messages over `exchange`, encoded by `codec`."""
 
-    def __init__(self, exchange: Native, codec: Codec, streams: Streams, recorder: Recorder) -> None:
+    def __init__(self, exchange: Exchange, codec: Codec, streams: Streams, recorder: Recorder) -> None:
         self._exchange = exchange
         self._codec = codec
         self._streams = streams
@@ -40,6 +40,7 @@ class Pump:
         self._labels: list[str] = []
         self._places: list[str] = []
         self._lane_of: list[int] = []
+        self._patterns: list[str] = []
         self._place_of: list[int] = []  # in its lane's queue
         self._lanes = [_Lane(number, self._carry) for number in range(exchange.num_lanes)]
 
@@ -51,6 +52,7 @@ class Pump:
             f"message {index} ({message.label}) on lane {message.lane}" for index, message in enumerate(plan.messages)
         ]
         self._lane_of = [message.lane for message in plan.messages]
+        self._patterns = [message.pattern for message in plan.messages]
         self._ready_s = [0.0] * len(plan.messages)
         queues: list[list[int]] = [[] for _ in self._lanes]
         self._place_of = [0] * len(plan.messages)
@@ -119,12 +121,12 @@ class Pump:
     def _carry(self, message: int, lane: int) -> None:
         start_s = self._recorder.clock()
         ranges = self._ranges[message]
-        nbytes = 0
+        nbytes, where = 0, f"step {self._step}, {self._places[message]}"
         with torch.no_grad(), self._streams.carry(message, lane):
             # An empty tensor by itself is a message of nothing, on every rank alike.
             for question in self._codec.converse(ranges) if ranges else ():
                 nbytes += sum(tensor.nbytes for tensor in question.tensors)
-                self._exchange.answer(question, lane, self._step + 1, f"step {self._step}, {self._places[message]}")
+                self._exchange.answer(question, lane, self._step + 1, where, self._patterns[message])
         details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
         details["idle_s"] = self._lanes[lane].stood_s
         end_s = self._recorder.clock()

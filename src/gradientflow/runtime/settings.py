@@ -3,6 +3,7 @@
 GRADIENTFLOW=off            attach a plain, DDP-equivalent exchange instead (to bisect a problem)
 GRADIENTFLOW_RECIPE=...     the recipe; set by `gradientflow run --recipe`
 GRADIENTFLOW_RUN=DIR        write the run directory there; set by `gradientflow run --out`
+GLOO_SOCKET_IFNAME=NAME     the interface towards the other ranks; without it, the one towards MASTER_ADDR
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradientflow.errors import UsageError
+from gradientflow.exchange.reach import LOOPBACK, way_to_others
 from gradientflow.recipe import DEFAULT, Recipe, as_recipe
 
 SWITCH_ENV = "GRADIENTFLOW"
@@ -25,6 +27,8 @@ class Settings:
     on: bool = True
     recipe: str = ""
     run_directory: Path | None = None
+    #: At which the other ranks reach this one.
+    address: str = LOOPBACK
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -36,6 +40,7 @@ class Settings:
             on=switch == "on",
             recipe=environment.get(RECIPE_ENV, ""),
             run_directory=Path(run_directory) if run_directory else None,
+            address=way_to_others(environment).address or LOOPBACK,
         )
 
     def choose(self, recipe: Recipe | str | None) -> Recipe:

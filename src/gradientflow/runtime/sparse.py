@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradientflow.compress import Sum
-from gradientflow.exchange import Native
+from gradientflow.exchange import Exchange
 
 
 def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
@@ -23,7 +23,7 @@ def sparse_names(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> fr
 class SparseSums:
     """Averages the gradients of `parameters`, which may be sparse, dense or missing on any rank."""
 
-    def __init__(self, exchange: Native, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, exchange: Exchange, parameters: Mapping[str, nn.Parameter]) -> None:
         self.names = frozenset(parameters)
         self._exchange = exchange
         self._parameters = list(parameters.items())

@@ -1,0 +1,248 @@
+"""What a rank shares with the others of its group: lanes for gradients, a side way for weights, and who is well.
+
+Lanes are roads ([road](road.py)): the process group's own all-reduce (`native`), or a pattern that we run ourselves
+over connections of our own (`staged`). Beside them one process group moves initial weights and buffers, which may come
+at any time.
+
+A failed exchange is `abandon`ed: what it was using is never used again ([Note: abandoned operations] in native.py), and
+`renewed` builds another with the ranks that come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradientflow.compress import Sum
+from gradientflow.errors import DeadlineError, DisagreementError, TrainingError, UsageError
+from gradientflow.exchange.control import Control
+from gradientflow.exchange.groups import backend_for, store_beside
+from gradientflow.exchange.health import LOOK_S, Health, Process
+from gradientflow.exchange.links import Links
+from gradientflow.exchange.native import Groups
+from gradientflow.exchange.reach import LOOPBACK
+from gradientflow.exchange.road import Pending, TimeIsUp
+from gradientflow.exchange.staged import Staged, peers_of
+from gradientflow.patterns import ALL_REDUCES, Pattern, two_level
+from gradientflow.plan import NATIVE
+
+# Small tensors are packed up to this size before they are broadcast; larger ones go by themselves, in place.
+PACK_NBYTES = 4 * 2**20
+
+
+class Moment(IntEnum):
+    """What a broadcast is for."""
+
+    START = 0
+    TRAINING = 1
+    EVALUATION = 2
+    JOIN = 3
+
+
+class Stamp(NamedTuple):
+    """A point of training, the same on all ranks."""
+
+    step: int
+    moment: Moment
+
+    def __str__(self) -> str:
+        words = ["the start", "a training forward pass", "a forward pass for evaluation", "the end of uneven inputs"]
+        return f"{words[self.moment]}, step {self.step}"
+
+
+class Exchange:
+    """Lanes over the members of `group`, for tensors on `device`. Constructing it is a collective call.
+
+    patterns: names of the patterns that messages may be carried by, beside the group's own all-reduce.
+    address: at which the other ranks reach this one; for patterns.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        num_lanes: int,
+        deadline_s: float,
+        patterns: Sequence[str] = (),
+        address: str = LOOPBACK,
+        previous: Exchange | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.global_rank = dist.get_rank()
+        self.world = dist.get_world_size(group)
+        self.backend = backend_for(group, device)
+        self.deadline_s = deadline_s
+        self.num_lanes = num_lanes or _default_lanes(self.backend)
+        self.patterns = tuple(patterns)
+        if patterns and device.type != "cpu":
+            raise UsageError(f"the model is on {device.type}: {', '.join(patterns)} run on CPUs only; use -a2a")
+        self._group, self._device, self._address = group, device, address
+        self._abandoned = False
+        self._num_broadcasts = 0
+        self._store: dist.Store = dist.PrefixStore("again", previous._store) if previous else store_beside(group)
+        known: tuple[Process, ...] = previous.health.processes if previous else ()
+        #: The ranks of the group as the whole job counts them.
+        self.members = tuple(dist.get_process_group_ranks(group))
+        beacons = dist.PrefixStore("beacons", self._store)
+        self.health: Health = Health(beacons, self.rank, self.members, deadline_s, known)
+        control = dist.PrefixStore("control", self._store)
+        self.control = Control(control, self.rank, self.world, deadline_s, self.health)
+        self._groups, self._staged = Groups.none(), Staged.none()
+        try:
+            self._meet("meet the other ranks again after a failure" if previous else "meet the other ranks")
+        except BaseException:
+            self.health.end("gave up meeting the other ranks")
+            raise
+
+    def _meet(self, purpose: str) -> None:
+        self.health.announce()
+        texts = self.control.gather(Process.this().model_dump_json(), purpose)
+        if self.world > 1:
+            # Gloo's own time limit is a backstop: our waits end earlier, and with names.
+            limit_s = self.deadline_s + 30
+            self._groups = Groups(self.backend, self._store, self.rank, self.world, self.num_lanes, limit_s)
+        self.health.start([Process.model_validate_json(text) for text in texts])
+        if self.world > 1 and self.patterns:
+            self._connect()
+
+    def _connect(self) -> None:
+        links = Links(self._address, self.control, self.rank, self.deadline_s)
+        patterns = {name: _pattern(name, links.addresses) for name in self.patterns}
+        links.connect({peer for pattern in patterns.values() for peer in peers_of(pattern, self.rank)}, self.num_lanes)
+        self._staged = Staged(links, patterns, self.rank, self.num_lanes)
+
+    def answer(self, question: Sum, lane: int, number: int = 0, detail: str = "", pattern: str = NATIVE) -> None:
+        """Carry out a codec's question in place. Returns when the result is there (on an accelerator: when
+        it is queued on the current stream). `number` and `detail` say which exchange this is part of."""
+        if self.world == 1:
+            return
+        self.health.enter("gradients", number, detail)
+        try:
+            if pattern == NATIVE:
+                for pending in [self._groups.all_reduce(tensor, lane) for tensor in question.tensors]:
+                    self._wait(pending)
+            else:
+                for tensor in question.tensors:
+                    self._run(pattern, tensor, lane)
+        finally:
+            self.health.leave()
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], stamp: Stamp, source: int = 0) -> None:
+        """Rank `source`'s values into everybody's `tensors`, small ones packed. Beside all lanes.
+
+        The stamp says at which point of training this is; it travels along, since a rank that makes one call
+        more than the others would otherwise hand them stale values for ever.
+        """
+        if self.world == 1:
+            return
+        self._num_broadcasts += 1
+        self.health.enter("broadcast", self._num_broadcasts, str(stamp))
+        try:
+            theirs = torch.tensor(stamp, device=self._device)
+            for pack in _packs([theirs, *tensors]):
+                # One contiguous tensor is its own pack: no copy of a large parameter.
+                alone = len(pack) == 1 and pack[0].is_contiguous()
+                flat = pack[0].view(-1).view(torch.uint8) if alone else _join(pack)
+                self._wait(self._groups.broadcast(flat, source))
+                if not alone:
+                    _split(flat, pack)
+        finally:
+            self.health.leave()
+        # To look at it would make an accelerator wait.
+        if self._device.type == "cpu" and (found := Stamp(*theirs.tolist())) != stamp:
+            raise DisagreementError(
+                f"rank {self.rank} is at {stamp} and got what rank {source} sent at {found}: one of them made a "
+                "forward pass that the other did not (to evaluate on one rank, call the unwrapped module)"
+            )
+
+    def abandon(self, words: str, culprits: tuple[int, ...] = ()) -> None:
+        """The other ranks read `words` about this one, and stop waiting."""
+        self._abandoned = True
+        self._groups.abandon()
+        self._staged.close()
+        self.health.end(words, culprits)
+
+    def renewed(self) -> Exchange:
+        """Another exchange with the same members, after this one was abandoned on all of them. Collective."""
+        return Exchange(self._group, self._device, self.num_lanes, self.deadline_s, self.patterns, self._address, self)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self.health.end()
+        self._groups.close()
+        self._staged.close()
+
+    def _run(self, pattern: str, values: torch.Tensor, lane: int) -> None:
+        try:
+            self._staged.run(pattern, values.view(-1), lane, self._look, min(LOOK_S, self.deadline_s))
+        except OSError as error:
+            raise self._broken(str(error)) from error
+
+    def _wait(self, pending: Pending) -> None:
+        try:
+            # NCCL orders the current stream behind the work; with a limit it would block this thread instead. Its
+            # watchdog holds the lane to the deadline the group was made with.
+            patience_s = None if self.backend == "nccl" else min(LOOK_S, self.deadline_s)
+            while not pending.done_within(patience_s):
+                self._look()
+        except TimeIsUp as error:
+            raise DeadlineError(f"no answer from the group within {self.deadline_s:g} s ({error})") from error
+        except ConnectionError as error:
+            raise self._broken(str(error)) from error
+
+    def _look(self) -> None:
+        if self._abandoned:
+            raise TrainingError("this exchange was given up")
+        self.health.check()
+
+    def _broken(self, words: str) -> TrainingError:
+        if self._abandoned or self.backend == "nccl":
+            return TrainingError(f"the group's communication failed ({words})")
+        return self.health.find_culprit(words)
+
+
+def _default_lanes(backend: str) -> int:
+    """Two lanes hide one message's start-up behind the other's transfer. NCCL's communicators compete for
+    the same GPU, so there it is one unless the recipe asks for more."""
+    return 1 if backend == "nccl" else 2
+
+
+def _pattern(name: str, addresses: Sequence[str]) -> Pattern:
+    """Ranks at one address are workers of one host."""
+    if name != "levels":
+        return ALL_REDUCES[name](len(addresses))
+    hosts: dict[str, list[int]] = {}
+    for rank, address in enumerate(addresses):
+        hosts.setdefault(address, []).append(rank)
+    return two_level(list(hosts.values()))
+
+
+def _packs(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Groups of at most `PACK_NBYTES`, or one larger tensor."""
+    packs: list[list[torch.Tensor]] = []
+    room = 0
+    # Wide elements first, so that every piece of the joined bytes starts at a multiple of its own width.
+    # `.data`: a buffer may be written between two forward passes whose backward is still to come.
+    for tensor in sorted((tensor.data for tensor in tensors), key=lambda tensor: -tensor.itemsize):
+        if not tensor.numel():
+            continue
+        if tensor.nbytes > room:
+            packs.append([])
+            room = PACK_NBYTES
+        packs[-1].append(tensor)
+        room -= tensor.nbytes
+    return packs
+
+
+def _join(pack: Sequence[torch.Tensor]) -> torch.Tensor:
+    # A slice with a step is "reshaped" to another view of itself, whose bytes are not in a row.
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in pack])
+
+
+def _split(flat: torch.Tensor, pack: Sequence[torch.Tensor]) -> None:
+    for tensor, piece in zip(pack, torch.split(flat, [tensor.nbytes for tensor in pack]), strict=True):
+        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,234 @@
+"""Connections of our own between ranks: plain TCP, one for each lane and pair that needs one.
+
+Not Gloo's send and receive, because of what those are like (torch 2.13, measured). A receive cannot be asked whether it
+is done nor be given up, and a wait for it that runs out breaks the group, so a rank that waits in vain could not say
+so before the deadline; and each hop goes through two threads, 82 us one way on a loopback where a plain socket takes 7.
+Here a wait ends when we want it to, and once a connection is closed nobody writes into our memory any more.
+
+Nothing is framed: all ranks know from the pattern which bytes follow which. A connection counts only if it begins with
+the token that its listener told the others through the store, so that jobs do not meet by accident; it is no secret
+from whoever reads the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from gradientflow.documents import Record
+from gradientflow.errors import DeadlineError
+from gradientflow.exchange.control import Control
+
+#: Wake up for no less, while more than that is to come.
+GULP_NBYTES = 256 * 1024
+_HELLO = struct.Struct("<16sII")
+
+
+class Endpoint(Record):
+    """Where a rank listens, and what to say there."""
+
+    address: str
+    port: int
+    token: str
+
+
+class Wire:
+    """A connection that never blocks: what is to be sent and what is expected, each first in, first out."""
+
+    def __init__(self, connection: socket.socket, peer: int) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self.peer = connection, peer
+        self._outgoing: deque[memoryview] = deque()
+        self._expected: deque[memoryview] = deque()
+        self._lowest = 1
+        #: How many have been handed to the system, and how many have arrived.
+        self.num_sent = self.num_received = 0
+        #: How many there will be.
+        self.num_to_send = self.num_to_receive = 0
+
+    def send(self, piece: memoryview) -> int:
+        """Begin to send; done once `num_sent` has reached the number that is returned."""
+        self._outgoing.append(piece)
+        self.num_to_send += 1
+        if len(self._outgoing) == 1:
+            self._push()
+        return self.num_to_send
+
+    def receive(self, piece: memoryview) -> int:
+        """The next bytes go there; done once `num_received` has reached the number that is returned."""
+        self._expected.append(piece)
+        self.num_to_receive += 1
+        return self.num_to_receive
+
+    def move(self) -> None:
+        """As much as goes without waiting."""
+        self._push()
+        self._pull()
+
+    @property
+    def interest(self) -> int:
+        """What to ask `poll` for; 0 if nothing is left to do."""
+        if self._expected:
+            lowest = min(len(self._expected[0]), GULP_NBYTES)
+            if lowest != self._lowest:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lowest)
+                self._lowest = lowest
+        return (select.POLLIN if self._expected else 0) | (select.POLLOUT if self._outgoing else 0)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        # What was handed over and not read by the other side is still delivered.
+        self._socket.close()
+
+    def _push(self) -> None:
+        queue = self._outgoing
+        while queue:
+            piece = queue[0]
+            try:
+                sent = self._socket.send(piece)
+            except BlockingIOError:
+                return
+            if sent < len(piece):
+                queue[0] = piece[sent:]
+            else:
+                queue.popleft()
+                self.num_sent += 1
+
+    def _pull(self) -> None:
+        queue = self._expected
+        while queue:
+            piece = queue[0]
+            try:
+                found = self._socket.recv_into(piece)
+            except BlockingIOError:
+                return
+            if not found:
+                raise ConnectionResetError(f"rank {self.peer} closed the connection")
+            if found < len(piece):
+                queue[0] = piece[found:]
+            else:
+                queue.popleft()
+                self.num_received += 1
+
+
+def wait(wires: Iterable[Wire], done: Callable[[], bool], look: Callable[[], None], look_s: float) -> None:
+    """Move bytes until `done`; every `look_s` seconds in which nothing moved, `look`, which may raise."""
+    for wire in wires:
+        wire.move()
+    while not done():
+        by_number = {wire.fileno(): wire for wire in wires}
+        poll = select.poll()
+        for number, wire in by_number.items():
+            if interest := wire.interest:
+                poll.register(number, interest)
+        found = poll.poll(1e3 * look_s)
+        if not found:
+            look()
+        for number, _ in found:
+            by_number[number].move()
+
+
+class Links:
+    """This rank's connections. Constructing it is a collective call, and so is `connect`."""
+
+    def __init__(self, address: str, control: Control, rank: int, deadline_s: float) -> None:
+        self._control, self._rank, self._deadline_s = control, rank, deadline_s
+        self._wires: dict[tuple[int, int], Wire] = {}
+        self._server = socket.create_server((address, 0), backlog=1024)
+        self._token = secrets.token_bytes(16)
+        own = Endpoint(address=address, port=self._server.getsockname()[1], token=self._token.hex())
+        try:
+            texts = control.gather(own.model_dump_json(), "learn the other ranks' addresses")
+        except BaseException:
+            self._server.close()
+            raise
+        self._endpoints = [Endpoint.model_validate_json(text) for text in texts]
+
+    @classmethod
+    def none(cls) -> Links:
+        """Connected to nobody."""
+        found = cls.__new__(cls)
+        found._wires = {}
+        return found
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all ranks."""
+        return [endpoint.address for endpoint in self._endpoints]
+
+    def connect(self, peers: Iterable[int], num_lanes: int) -> None:
+        """Have connections with `peers`, who name this rank as well."""
+        try:
+            with self._server:
+                for peer in sorted(peer for peer in peers if peer > self._rank):
+                    self._call(peer, num_lanes)
+                self._answer_calls({peer for peer in peers if peer < self._rank}, num_lanes)
+                # Before that, others may still be calling.
+                self._control.gather("", "connect to the other ranks")
+        except BaseException:
+            self.close()
+            raise
+
+    def wire(self, lane: int, peer: int) -> Wire:
+        return self._wires[lane, peer]
+
+    def close(self) -> None:
+        for wire in self._wires.values():
+            wire.close()
+
+    def _call(self, peer: int, num_lanes: int) -> None:
+        there = self._endpoints[peer]
+        for lane in range(num_lanes):
+            try:
+                connection = socket.create_connection((there.address, there.port), timeout=self._deadline_s)
+            except OSError as error:
+                raise DeadlineError(
+                    f"rank {self._rank} cannot reach rank {peer} at {there.address} ({error}): set GLOO_SOCKET_IFNAME "
+                    "to the interface that leads to the other machines",
+                    (peer,),
+                ) from error
+            connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
+            self._wires[lane, peer] = Wire(connection, peer)
+
+    def _answer_calls(self, callers: set[int], num_lanes: int) -> None:
+        missing = {(lane, peer) for peer in callers for lane in range(num_lanes)}
+        end_s = time.monotonic() + self._deadline_s
+        while missing:
+            self._server.settimeout(max(0.001, end_s - time.monotonic()))
+            try:
+                connection, _ = self._server.accept()
+            except TimeoutError:
+                late = tuple(sorted({peer for _, peer in missing}))
+                raise DeadlineError(
+                    f"rank {self._rank} waited {self._deadline_s:g} s for a connection from rank "
+                    f"{', '.join(map(str, late))}",
+                    late,
+                ) from None
+            said, peer, lane = _greeting(connection, 1.0)
+            if said != self._token or (lane, peer) not in missing:
+                connection.close()  # not one of us
+                continue
+            missing.remove((lane, peer))
+            self._wires[lane, peer] = Wire(connection, peer)
+
+
+def _greeting(connection: socket.socket, patience_s: float) -> tuple[bytes, int, int]:
+    """What a caller says first; a short or late one is no greeting at all."""
+    connection.settimeout(patience_s)
+    words = b""
+    with contextlib.suppress(OSError):
+        while len(words) < _HELLO.size and (more := connection.recv(_HELLO.size - len(words))):
+            words += more
+    if len(words) < _HELLO.size:
+        return b"", -1, -1
+    token, peer, lane = _HELLO.unpack(words)
+    return token, peer, lane
