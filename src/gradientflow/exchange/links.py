@@ -26,7 +26,7 @@ from gradientflow.errors import DeadlineError
 from gradientflow.exchange.control import Control
 
 #: Wake up for no less, while more than that is to come.
-GULP_NBYTES = 256 * 1024
+GULP_NBYTES = 64 * 1024
 _HELLO = struct.Struct("<16sII")
 
 
