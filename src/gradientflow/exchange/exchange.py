@@ -169,7 +169,7 @@ class Exchange:
         """The other ranks read `words` about this one, and stop waiting."""
         self._abandoned = True
         self._groups.abandon()
-        self._staged.close()
+        self._staged.abandon()
         self.health.end(words, culprits)
 
     def renewed(self) -> Exchange:

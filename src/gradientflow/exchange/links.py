@@ -85,6 +85,12 @@ class Wire:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def abandon(self) -> None:
+        """End it under the hands of a thread that may be using it: the number stays taken, so that no new connection
+        can be mistaken for this one."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         # What was handed over and not read by the other side is still delivered.
         self._socket.close()
@@ -180,6 +186,11 @@ class Links:
 
     def wire(self, lane: int, peer: int) -> Wire:
         return self._wires[lane, peer]
+
+    def abandon(self) -> None:
+        """Nobody reads or writes any more; a thread that waits here is woken."""
+        for wire in self._wires.values():
+            wire.abandon()
 
     def close(self) -> None:
         for wire in self._wires.values():

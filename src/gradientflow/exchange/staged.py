@@ -123,6 +123,9 @@ class Staged:
         """Without any pattern."""
         return cls(Links.none(), {}, 0, 0)
 
+    def abandon(self) -> None:
+        self._links.abandon()
+
     def close(self) -> None:
         self._links.close()
 
