@@ -131,6 +131,10 @@ class Exchange:
         finally:
             self.health.leave()
 
+    def scratch_nbytes(self, pattern: str, nbytes: int) -> int:
+        """What a message of `nbytes` needs beside itself."""
+        return 0 if self.world == 1 or pattern == NATIVE else self._staged.scratch_nbytes(pattern, nbytes)
+
     def owned(self, pattern: str, values: torch.Tensor) -> Sequence[tuple[int, int]]:
         """Where in `values` this rank has the sum, after the first half of a pattern."""
         if self.world == 1:

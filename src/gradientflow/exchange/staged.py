@@ -144,6 +144,10 @@ class Staged:
         for last in under_way.values():
             last.finish(wires, values, scratch, look, look_s)
 
+    def scratch_nbytes(self, name: str, nbytes: int) -> int:
+        """What a message of `nbytes` needs beside itself."""
+        return compile_pattern(self._patterns[name], self._rank, nbytes, 1).scratch_numel
+
     def owned(self, name: str, numel: int, itemsize: int) -> Sequence[tuple[int, int]]:
         """What this rank has after a reduce-scatter of that name."""
         return owned(self._patterns[name], self._rank, numel, itemsize)

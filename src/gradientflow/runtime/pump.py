@@ -135,10 +135,12 @@ class Pump:
     def wire_nbytes(self) -> int:
         """The most that conversations hold beside the pool: each lane its largest message."""
         largest = [0] * len(self._lanes)
-        for lane, ranges in zip(self._lane_of, self._ranges, strict=True):
+        patterns = [self._parts[message].pattern for message in range(len(self._ranges))]
+        for lane, ranges, pattern in zip(self._lane_of, self._ranges, patterns, strict=True):
             if ranges:
                 traffic = self._codec.traffic(sum(values.numel() for values in ranges), ranges[0].dtype)
-                largest[lane] = max(largest[lane], traffic.scratch_nbytes)
+                beside = self._exchange.scratch_nbytes(pattern, traffic.nbytes)
+                largest[lane] = max(largest[lane], traffic.scratch_nbytes + beside)
         return sum(largest)
 
     def close(self) -> None:
