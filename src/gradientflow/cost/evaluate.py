@@ -375,8 +375,8 @@ def even_stages(profile: Profile, most: int) -> Stages:
 
     What a gate can wait for is the runtime's affair; this stands for it where that is not known.
     """
-    tensors = _in_forward_order(profile)
-    weights = [_share(t.nbytes, profile.nbytes) + _share(t.forward_s, profile.forward_s) for t in tensors]
+    tensors, nbytes, forward_s = _in_forward_order(profile), profile.nbytes, profile.forward_s
+    weights = [_share(tensor.nbytes, nbytes) + _share(tensor.forward_s, forward_s) for tensor in tensors]
     total = sum(weights)
     stages: dict[int, list[str]] = {}
     for tensor, so_far in zip(tensors, accumulate(weights), strict=True):
