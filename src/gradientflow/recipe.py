@@ -39,6 +39,8 @@ DEFAULT = "lazy"
 PATTERNS = (*ALL_REDUCES, "levels")
 #: a2a: the group's own all-reduce. best: each message by what was measured to be quickest at its size.
 EXCHANGES = ("a2a", "best", *PATTERNS)
+#: Where lower lanes go first, what each is for: the more, the finer. Each has connections and a thread.
+RANKED_LANES = 4
 #: More would wait less and cost more: AdamW on 604 tensors takes 15 ms at once, 18 ms in twenties, 38 ms in pairs.
 NUM_STAGES = 32
 #: What each stage costs is to be less than a hundredth of the computing.
@@ -167,7 +169,8 @@ class Recipe(Record):
                 update={"schedule": f"{self.schedule.name}, not yet priced"}
             )
         else:
-            terms = Terms(cost, num_lanes, gated and not whole, stages)
+            ranked = self.exchange.name in PATTERNS
+            terms = Terms(cost, num_lanes, gated and not whole, stages, ranked)
             plan = PRICED[self.schedule.name](profile, self.schedule.argument, terms)
         plan = self._carried(plan.on_lanes(num_lanes), profile, cost).model_copy(update={"stages": stages})
         if plan.gathers:
@@ -192,7 +195,8 @@ class Recipe(Record):
     @property
     def lanes(self) -> int:
         """How many lanes the recipe asks for; 0 leaves it to the exchange."""
-        return int(self.exchange.argument or 0)
+        ranked = self.schedule.name == "flow" and self.exchange.name in PATTERNS
+        return int(self.exchange.argument or (RANKED_LANES if ranked else 0))
 
     def _exists(self, part: str, name: str, known: list[str]) -> None:
         if name not in known:

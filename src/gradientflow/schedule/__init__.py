@@ -20,6 +20,7 @@ from gradientflow.schedule.fusion import bsp, lazy, wfbp
 from gradientflow.schedule.merge import merge as _merge
 from gradientflow.schedule.merge import mg_wfbp
 from gradientflow.schedule.priority import PARTITION_NBYTES, bytescheduler
+from gradientflow.schedule.ranked import ranked as _ranked
 from gradientflow.schedule.sizes import parse_nbytes
 
 #: Name in a recipe -> function of (profile, argument as written after the colon, "" if none).
@@ -34,6 +35,8 @@ class Terms:
     num_lanes: int = 1
     gated: bool = False
     stages: Stages = ()
+    #: Lower lanes go first.
+    ranked: bool = False
 
 
 def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
@@ -42,7 +45,10 @@ def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
 
 
 def _flow_on(profile: Profile, argument: str, terms: Terms) -> Plan:
-    plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
+    if terms.ranked and terms.gated:
+        plan = _ranked(profile, terms.cost, num_lanes=terms.num_lanes, stages=terms.stages)
+    else:
+        plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
     why = explain(profile, plan, terms.cost, gated=terms.gated, stages=terms.stages)
     return plan.model_copy(update={"why": why})
 
