@@ -64,7 +64,7 @@ def test_imports_point_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_rooms_that_know_no_network(path: Path) -> None:
-    if room_of(path) in {"compress", "schedule", "plan", "profiles", "recipe", "sync", "trace"}:
+    if room_of(path) in {"compress", "patterns", "plan", "profiles", "recipe", "schedule", "sync", "trace"}:
         assert not [module for module in imports(path) if module.startswith("torch.distributed")]
 
 

@@ -72,6 +72,13 @@ class Plan(Document):
     messages: tuple[Message, ...]
     #: What the gate waits for together, in forward order; none: gradients are final when backward returns.
     stages: tuple[tuple[str, ...], ...] = ()
+    #: Lower lanes go first, whatever higher ones are carrying; else lanes share the link.
+    ranked_lanes: bool = False
+    #: Decoupled: each message is reduced and scattered in the order of `messages`, so that every rank has a part of
+    #: the sum; when a lane has done all of its own, they are gathered, in this order. (): messages go whole.
+    gathers: tuple[int, ...] = ()
+    #: Between the two, ranks tell each other the norm of each tensor, for whoever clips by it.
+    norms: bool = False
     #: What its planner had to say about it.
     why: str = ""
 
@@ -103,9 +110,13 @@ class Plan(Document):
                 yield index, number, message.lane
 
     def on_lanes(self, num_lanes: int) -> Plan:
-        """The same messages dealt in turn over `num_lanes` lanes."""
+        """The same messages dealt in turn over `num_lanes` lanes. If lanes are ranked, on their own, as far as there
+        are so many."""
         messages = tuple(
-            message.model_copy(update={"lane": index % num_lanes}) for index, message in enumerate(self.messages)
+            message.model_copy(
+                update={"lane": min(message.lane, num_lanes - 1) if self.ranked_lanes else index % num_lanes}
+            )
+            for index, message in enumerate(self.messages)
         )
         return self.model_copy(update={"messages": messages})
 
@@ -120,6 +131,8 @@ class Plan(Document):
         if sorted(self.layout) != sorted(tensors):
             different = sorted(set(self.layout) ^ set(tensors)) or ["a tensor listed twice"]
             raise ValueError(f"the plan and the profile hold different tensors: {', '.join(different[:5])}")
+        if self.gathers and sorted(self.gathers) != list(range(len(self.messages))):
+            raise ValueError("the plan does not gather every message exactly once")
         staged = sorted(name for stage in self.stages for name in stage)
         if staged and staged != sorted(tensors):
             raise ValueError("the plan's stages do not hold every tensor exactly once")

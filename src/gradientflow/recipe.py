@@ -28,10 +28,10 @@ from gradientflow.cost.evaluate import even_stages
 from gradientflow.cost.table import Best, Cost
 from gradientflow.documents import Record, describe, read_text, write_text
 from gradientflow.errors import DocumentError, RecipeError
-from gradientflow.patterns import ALL_REDUCES
+from gradientflow.patterns import ALL_REDUCES, HALVES
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
-from gradientflow.schedule import FOR_A_GATE, PRICED, SCHEDULES, WITH_A_SIZE, Terms
+from gradientflow.schedule import DECOUPLED, FOR_A_GATE, PRICED, SCHEDULES, WITH_A_SIZE, Terms
 from gradientflow.schedule.sizes import parse_nbytes
 from gradientflow.sync import BSP, Sync
 
@@ -40,6 +40,8 @@ DEFAULT = "lazy"
 PATTERNS = (*ALL_REDUCES, "levels")
 #: a2a: the group's own all-reduce. mpi: MPI's. best: each message by what was measured to be quickest at its size.
 EXCHANGES = ("a2a", "mpi", "best", *PATTERNS)
+#: Where lower lanes go first, what each is for: the more, the finer. Each has connections and a thread.
+RANKED_LANES = 4
 #: More would wait less and cost more: AdamW on 604 tensors takes 15 ms at once, 18 ms in twenties, 38 ms in pairs.
 NUM_STAGES = 32
 #: What each stage costs is to be less than a hundredth of the computing.
@@ -120,6 +122,11 @@ class Recipe(Record):
             if not parse_nbytes(self.schedule.argument):
                 raise self._illegal("a partition of no bytes", f"{self.schedule.name}:4MB")
         self._exists("exchange", self.exchange.name, list(EXCHANGES))
+        if self.schedule.name in DECOUPLED:
+            if self.exchange.name not in ("a2a", "ring"):
+                raise self._illegal(f"{self.schedule.name} has two halves, which only a ring has", "-a2a or -ring")
+            if self.codecs:
+                raise self._illegal(f"{self.schedule.name} sends gradients as they are", str(self.schedule))
         for choice in self.codecs:
             self._exists("codec", choice.name, list(CODECS))
         if self.sync != BSP:
@@ -136,6 +143,8 @@ class Recipe(Record):
     @property
     def patterns(self) -> tuple[str, ...]:
         """By which patterns messages may be carried, beside the group's own all-reduce."""
+        if self.schedule.name in DECOUPLED:
+            return (*HALVES, *(["ring"] if self.exchange.name == "ring" else []))
         if self.exchange.name == "best":
             return PATTERNS
         return (self.exchange.name,) if self.exchange.name in PATTERNS else ()
@@ -165,15 +174,18 @@ class Recipe(Record):
                 update={"schedule": f"{self.schedule.name}, not yet priced"}
             )
         else:
-            terms = Terms(cost, num_lanes, gated and not whole, stages)
+            ranked = self.exchange.name in PATTERNS
+            terms = Terms(cost, num_lanes, gated and not whole, stages, ranked)
             plan = PRICED[self.schedule.name](profile, self.schedule.argument, terms)
         plan = self._carried(plan.on_lanes(num_lanes), profile, cost).model_copy(update={"stages": stages})
+        if plan.gathers:
+            plan = plan.model_copy(update={"norms": gated and whole})
         plan.check(profile)
         return plan
 
     def _carried(self, plan: Plan, profile: Profile, cost: Cost | None) -> Plan:
         """Each message by its pattern."""
-        if self.exchange.name in PATTERNS:
+        if self.exchange.name in PATTERNS and not plan.gathers:
             return plan.carried_by(lambda message: self.exchange.name)
         if not isinstance(cost, Best):
             return plan
@@ -188,7 +200,8 @@ class Recipe(Record):
     @property
     def lanes(self) -> int:
         """How many lanes the recipe asks for; 0 leaves it to the exchange."""
-        return int(self.exchange.argument or 0)
+        ranked = self.schedule.name == "flow" and self.exchange.name in PATTERNS
+        return int(self.exchange.argument or (RANKED_LANES if ranked else 0))
 
     def _exists(self, part: str, name: str, known: list[str]) -> None:
         if name not in known:

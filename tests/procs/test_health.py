@@ -74,9 +74,9 @@ WORDS = {
 
 
 @pytest.mark.parametrize("how", WORDS)
-@pytest.mark.parametrize("kind", ["attach", "drop-in"])
+@pytest.mark.parametrize("kind", ["attach", "drop-in", "attach with a ring"])
 def test_every_other_rank_names_the_one_that_does_not_come(kind: str, how: str) -> None:
-    if (kind, how) == ("attach", "steps alone"):
+    if kind != "drop-in" and how == "steps alone":
         pytest.skip(
             "attach refuses such a step on the rank itself: see test_stepping_with_gradients_that_never_travelled"
         )
@@ -88,7 +88,8 @@ def test_every_other_rank_names_the_one_that_does_not_come(kind: str, how: str) 
 
 
 def _does_not_come(kind: str, how: str) -> Any:
-    loop = Loop(kind)
+    kind, _, ring = kind.partition(" with a ")
+    loop = Loop(kind, recipe="wfbp-ring" if ring else "wfbp")
     for number in range(2):
         loop.step(number)
     time.sleep(1.5)  # a beacon is renewed once a second
@@ -188,16 +189,17 @@ class Trapped(nn.Module):
         return self.last(Trap.apply(self.first(x)))
 
 
-@pytest.mark.parametrize("switch", ["on", "off"])
+@pytest.mark.parametrize("recipe", ["wfbp", "off", "wfbp-ring"])
 @pytest.mark.parametrize("kind", ["attach", "drop-in"])
-def test_an_exception_in_one_ranks_backward_reaches_all_and_training_goes_on(kind: str, switch: str) -> None:
-    weights = run_ranks(3, _trap, kind, switch)
+def test_an_exception_in_one_ranks_backward_reaches_all_and_training_goes_on(kind: str, recipe: str) -> None:
+    weights = run_ranks(3, _trap, kind, recipe)
     assert weights[0] == weights[1] == weights[2]
 
 
-def _trap(kind: str, switch: str) -> list[float]:
-    os.environ["GRADIENTFLOW"] = switch
-    loop = Loop(kind, module=Trapped())
+def _trap(kind: str, recipe: str) -> list[float]:
+    if recipe == "off":
+        os.environ["GRADIENTFLOW"], recipe = "off", "wfbp"
+    loop = Loop(kind, module=Trapped(), recipe=recipe)
     loop.step(0)
     Trap.armed = dist.get_rank() == 1
     if Trap.armed:

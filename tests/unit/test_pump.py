@@ -143,3 +143,41 @@ def test_a_lane_that_does_not_move_runs_into_the_deadline() -> None:
         pump.finish([1])
     release.set()
     pump.close()
+
+
+# - In two halves
+
+
+class Shards:
+    squares = torch.tensor([99.0])
+
+    def measure(self) -> None: ...
+
+
+def decoupled(num_messages: int, num_lanes: int) -> Plan:
+    gathers = tuple(reversed(range(num_messages)))
+    plan = plan_of(num_messages, num_lanes).model_copy(update={"gathers": gathers, "norms": True})
+    return plan.carried_by(lambda message: "ring")
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3])
+def test_lanes_sum_everything_then_norms_then_gather(num_lanes: int) -> None:
+    exchange = RecordingExchange(num_lanes)
+    pump = Pump(exchange, EXACT, HostStreams(), Recorder())  # type: ignore[arg-type]
+    ranges = [[torch.tensor([float(number)])] for number in range(7)]
+    pump.load(decoupled(7, num_lanes), ranges, Shards())  # type: ignore[arg-type]
+    order = random.Random(2)
+    for step in range(10):
+        pump.begin(step)
+        early = order.sample(range(7), order.randrange(8))
+        for message in early:
+            pump.ready(message)
+        pump.launch([message for message in range(7) if message not in early])
+        pump.wait_for_norms()
+        assert all(set(exchange.carried[lane][-100:]) >= set(range(lane, 7, num_lanes)) for lane in range(num_lanes))
+        pump.wait(range(7))
+        pump.finish([])
+    pump.close()
+    for lane in range(num_lanes):
+        own = list(range(lane, 7, num_lanes))
+        assert exchange.carried[lane] == [*own, *([99] if lane == 0 else []), *reversed(own)] * 10

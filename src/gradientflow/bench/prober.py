@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gradientflow.bench.arena import die_with_parent
 from gradientflow.exchange.reach import way_to_others
 from gradientflow.network import Network
+from gradientflow.patterns import ALL_REDUCES
 from gradientflow.probe import measure_network
 
 TIMEOUT_S = 120.0
@@ -24,7 +25,9 @@ def measure_here() -> Network | None:
     """In the world that the environment describes; the result on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-    network = measure_network(address=way_to_others(os.environ).address or None, smaller_worlds=True)
+    network = measure_network(
+        address=way_to_others(os.environ).address or None, smaller_worlds=True, patterns=tuple(ALL_REDUCES)
+    )
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()

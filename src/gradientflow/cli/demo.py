@@ -38,8 +38,8 @@ def demo(
     rate: Annotated[str, typer.Option(help="Of each host's link: 100Mbit, 1Gbit, unshaped.")] = "1Gbit",
     epochs: Annotated[int, typer.Option(help="Passes over the 1437 images of the training set.")] = 12,
     workload: Annotated[str, typer.Option(help="What is replayed: a model's name or a profile.json.")] = "resnet-50",
-    compute: Annotated[float, typer.Option(help="Seconds that an iteration of it computes.")] = 1.2,
-    scale: Annotated[float, typer.Option(help="Shrink it, its distribution of sizes kept.")] = 1.0,
+    compute: Annotated[float, typer.Option(help="Seconds that an iteration of it computes.")] = 0.6,
+    scale: Annotated[float, typer.Option(help="Shrink it, its distribution of sizes kept.")] = 0.5,
     recipe: Annotated[str, typer.Option(help="What is compared with DDP: such as lazy:1MB+fp16.")] = "lazy",
     out: Annotated[Path | None, typer.Option(help="Run directory. Default: runs/demo-DATE-TIME.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the tables.")] = False,
@@ -62,7 +62,7 @@ def demo(
     spec = Specification(
         workload=workload,
         profile=load(workload, compute_s=compute, scale=scale),
-        methods=check_methods(",".join(["ddp", str(chosen), *_half(chosen)])),
+        methods=check_methods(",".join(["ddp", str(chosen), *_beside(chosen)])),
         rate=bits_per_s,
         interface="",
         num_sharing=1,
@@ -99,9 +99,10 @@ def _environment(recipe: Recipe) -> dict[str, str]:
     return {RECIPE_ENV: str(recipe)}
 
 
-def _half(recipe: Recipe) -> list[str]:
-    """The same with half the bytes, unless it compresses already."""
-    return [f"{recipe}+bf16"] if recipe.codec().lossless else []
+def _beside(recipe: Recipe) -> list[str]:
+    """The same with half the bytes, unless it compresses already; and what fills the forward pass too."""
+    half = [f"{recipe}+bf16"] if recipe.codec().lossless and not recipe.patterns else []
+    return [*half, *(["flow"] if str(recipe) != "flow" else [])]
 
 
 def _place(stack: contextlib.ExitStack, workers: int, rate: float | None) -> Arena:

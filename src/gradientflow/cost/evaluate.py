@@ -7,7 +7,7 @@ tensor, and its lane carries messages in the plan's order, one at a time.
 [Note: shared link] Lanes share one link. A message first starts up, then its bytes are on the link: `beta *
 nbytes` seconds if it is alone there, k times as long while k lanes are. Start-ups overlap with everything.
 That is all that several lanes gain: what they hide is start-up, never bytes. Nor do they hide what a message costs the
-training thread (`Cost.host_s`), which is added up.
+training thread (`Cost.host_s`), which is added up. Where lanes are ranked, the lowest on the link has all of it.
 
 Without a gate everything has arrived when backward returns. With a gate the forward pass of a tensor waits
 only for the messages that hold part of it, so communication may fill the next forward pass too. Where the gate
@@ -19,6 +19,7 @@ from when jobs end and from the compute that has to follow them (`Moments`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -170,7 +171,10 @@ def _ready_s(profile: Profile) -> dict[str, float]:
 def _arrivals(profile: Profile, plan: Plan, carried: Sequence[Timing]) -> dict[str, float]:
     """By tensor, when the last message that holds part of it has arrived."""
     arrived_s = {tensor.name: 0.0 for tensor in profile.tensors}
-    for message, timing in zip(plan.messages, carried, strict=True):
+    numbers = plan.gathers or range(len(plan.messages))
+    for message, timing in zip(
+        [plan.messages[number] for number in numbers], carried[-len(plan.messages) :], strict=True
+    ):
         for piece in message.slices:
             arrived_s[piece.tensor] = max(arrived_s[piece.tensor], timing.end_s)
     return arrived_s
@@ -250,6 +254,40 @@ class Link:
         self.now_s = until_s
 
 
+class RankedLink(Link):
+    """As `Link`, but the lowest lane that is on the link has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[int, float] = {}  # by lane on the link, what it still needs
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._starting or self._waiting)
+
+    def run(self, until_s: float = math.inf) -> int | None:
+        starting, on_link = self._starting, self._waiting
+        while starting or on_link:
+            came_s = starting[0][0] if starting else math.inf
+            lane = min(on_link) if on_link else -1
+            done_s = self.now_s + on_link[lane] if on_link else math.inf
+            next_s = min(came_s, done_s, until_s)
+            if on_link:
+                on_link[lane] -= next_s - self.now_s
+            self.now_s = next_s
+            if next_s == until_s and next_s < min(came_s, done_s):
+                return None
+            if came_s <= done_s:
+                _, lane, wire_s = heappop(starting)
+                on_link[lane] = wire_s
+            else:
+                del on_link[lane]
+                return lane
+        if until_s < math.inf:
+            self.now_s = until_s
+        return None
+
+
 @dataclass(slots=True)
 class Job:
     """A message on its way."""
@@ -266,7 +304,7 @@ class Job:
         return {"ready_s": self.ready_s, "start_s": self.start_s, "end_s": self.end_s}
 
 
-def carry(jobs: Sequence[Job]) -> None:
+def carry(jobs: Sequence[Job], ranked: bool = False) -> None:
     """Set when each job starts and ends: each lane carries its own in the order given, from second 0 on."""
     if all(job.lane == 0 for job in jobs):
         end_s = 0.0
@@ -274,7 +312,7 @@ def carry(jobs: Sequence[Job]) -> None:
             job.start_s = max(end_s, job.ready_s)
             end_s = job.end_s = job.start_s + job.startup_s + job.wire_s
         return
-    link = Link()
+    link = RankedLink() if ranked else Link()
     queues: dict[int, deque[Job]] = {}
     for job in jobs:
         queues.setdefault(job.lane, deque()).append(job)
@@ -302,12 +340,17 @@ def startup_and_wire_s(cost: Cost, nbytes: int) -> tuple[float, float]:
 
 
 def _carry(profile: Profile, plan: Plan, cost: Cost) -> list[Timing]:
-    """The plan's messages on their lanes, from the start of backward."""
-    jobs = _jobs(profile, plan, cost)
-    carry(jobs)
+    """The plan's messages on their lanes, from the start of backward. Decoupled: all first halves, all second."""
+    if plan.gathers:
+        firsts = _jobs(profile, plan, Steps(cost, 0.5, 1.0))
+        jobs = firsts + [dataclasses.replace(firsts[number], ready_s=0.0) for number in plan.gathers]
+        messages = [*plan.messages, *(plan.messages[number] for number in plan.gathers)]
+    else:
+        jobs, messages = _jobs(profile, plan, cost), list(plan.messages)
+    carry(jobs, plan.ranked_lanes)
     return [
         Timing(label=message.label, nbytes=job.nbytes, lane=job.lane, **job.times())
-        for message, job in zip(plan.messages, jobs, strict=True)
+        for message, job in zip(messages, jobs, strict=True)
     ]
 
 
@@ -354,9 +397,9 @@ class Moments:
             compute_s=profile.forward_s + profile.backward_s,
         )
 
-    def iteration_s(self, jobs: Sequence[Job], after_s: Iterable[float]) -> float:
+    def iteration_s(self, jobs: Sequence[Job], after_s: Iterable[float], ranked: bool = False) -> float:
         """With these messages and the compute that follows each: the most of any of its tensors."""
-        carry(jobs)
+        carry(jobs, ranked)
         ends_s = [job.end_s + follows_s for job, follows_s in zip(jobs, after_s, strict=True)]
         return max([self.compute_s, *ends_s])
 
@@ -366,8 +409,8 @@ def even_stages(profile: Profile, most: int) -> Stages:
 
     What a gate can wait for is the runtime's affair; this stands for it where that is not known.
     """
-    tensors = _in_forward_order(profile)
-    weights = [_share(t.nbytes, profile.nbytes) + _share(t.forward_s, profile.forward_s) for t in tensors]
+    tensors, nbytes, forward_s = _in_forward_order(profile), profile.nbytes, profile.forward_s
+    weights = [_share(tensor.nbytes, nbytes) + _share(tensor.forward_s, forward_s) for tensor in tensors]
     total = sum(weights)
     stages: dict[int, list[str]] = {}
     for tensor, so_far in zip(tensors, accumulate(weights), strict=True):

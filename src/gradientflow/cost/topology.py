@@ -118,6 +118,9 @@ class BCube:
     """n^levels servers, each with a port to an n-port switch on each level; see `patterns.bcube`.
 
     Servers pass on what is meant for others: a route mends one digit after another, the highest first.
+
+    >>> BCube(n=4, levels=2, alpha_s=0.0, beta_s_per_byte=1.0).route(1, 14)
+    [('out', 1, 1), ('in', 13, 1), ('out', 13, 0), ('in', 14, 0)]
     """
 
     n: int
@@ -127,7 +130,7 @@ class BCube:
 
     @property
     def world(self) -> int:
-        return self.n**self.levels
+        return int(self.n**self.levels)
 
     def route(self, source: int, destination: int) -> Sequence[Hashable]:
         links: list[Hashable] = []

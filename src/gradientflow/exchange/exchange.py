@@ -28,7 +28,7 @@ from gradientflow.exchange.native import Groups
 from gradientflow.exchange.reach import LOOPBACK
 from gradientflow.exchange.road import Pending, TimeIsUp
 from gradientflow.exchange.staged import Staged, peers_of
-from gradientflow.patterns import ALL_REDUCES, Pattern, two_level
+from gradientflow.patterns import ALL_REDUCES, HALVES, Pattern, scatter_of, two_level
 from gradientflow.plan import NATIVE
 
 # Small tensors are packed up to this size before they are broadcast; larger ones go by themselves, in place.
@@ -140,6 +140,16 @@ class Exchange:
         finally:
             self.health.leave()
 
+    def scratch_nbytes(self, pattern: str, nbytes: int) -> int:
+        """What a message of `nbytes` needs beside itself."""
+        return 0 if self.world == 1 or pattern == NATIVE else self._staged.scratch_nbytes(pattern, nbytes)
+
+    def owned(self, pattern: str, values: torch.Tensor) -> Sequence[tuple[int, int]]:
+        """Where in `values` this rank has the sum, after the first half of a pattern."""
+        if self.world == 1:
+            return [(0, values.numel())]
+        return self._staged.owned(scatter_of(pattern), values.numel(), values.itemsize)
+
     def broadcast(self, tensors: Iterable[torch.Tensor], stamp: Stamp, source: int = 0) -> None:
         """Rank `source`'s values into everybody's `tensors`, small ones packed. Beside all lanes.
 
@@ -173,21 +183,13 @@ class Exchange:
         self._abandoned = True
         self._sums.abandon()
         self._groups.abandon()
-        self._staged.close()
+        self._staged.abandon()
         self.health.end(words, culprits)
 
     def renewed(self) -> Exchange:
         """Another exchange with the same members, after this one was abandoned on all of them. Collective."""
-        same = (
-            self._group,
-            self._device,
-            self.num_lanes,
-            self.deadline_s,
-            self.patterns,
-            self._address,
-            self._over_mpi,
-        )
-        return Exchange(*same, self)
+        ways = (self.patterns, self._address, self._over_mpi)
+        return Exchange(self._group, self._device, self.num_lanes, self.deadline_s, *ways, self)
 
     def close(self) -> None:
         """Give the connections back."""
@@ -241,7 +243,7 @@ def _default_lanes(backend: str) -> int:
 def _pattern(name: str, addresses: Sequence[str]) -> Pattern:
     """Ranks at one address are workers of one host."""
     if name != "levels":
-        return ALL_REDUCES[name](len(addresses))
+        return {**ALL_REDUCES, **HALVES}[name](len(addresses))
     hosts: dict[str, list[int]] = {}
     for rank, address in enumerate(addresses):
         hosts.setdefault(address, []).append(rank)

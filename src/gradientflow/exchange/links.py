@@ -25,9 +25,15 @@ from gradientflow.documents import Record
 from gradientflow.errors import DeadlineError
 from gradientflow.exchange.control import Control
 
+#: What the system may hold of a connection's bytes before they are on the wire: about a millisecond at 1 Gbit/s. More
+#: would stand in the way of a lane that goes first. What is on the wire and not acknowledged does not count.
+UNSENT_NBYTES = 128 * 1024
+#: A lane that has not moved for so long waits for another rank, and holds nobody up.
+STILL_S = 2e-3
 #: Wake up for no less, while more than that is to come.
-GULP_NBYTES = 256 * 1024
+GULP_NBYTES = 64 * 1024
 _HELLO = struct.Struct("<16sII")
+_TCP_NOTSENT_LOWAT = 25
 
 
 class Endpoint(Record):
@@ -38,13 +44,36 @@ class Endpoint(Record):
     token: str
 
 
+class RightOfWay:
+    """Lower lanes go first: a lane sends nothing new while a lower one moves.
+
+    What is sent when is each rank's own affair; which bytes follow which on a connection is not touched. A lane gives
+    way to one that moves and never to one that waits for another rank, so none waits for ever.
+    """
+
+    def __init__(self, num_lanes: int) -> None:
+        self._moved_s = [0.0] * num_lanes
+
+    def moved(self, lane: int) -> None:
+        self._moved_s[lane] = time.monotonic()
+
+    def rest(self, lane: int) -> None:
+        """It has nothing to send or to receive any more."""
+        self._moved_s[lane] = 0.0
+
+    def must_wait(self, lane: int) -> bool:
+        return lane > 0 and max(self._moved_s[:lane]) > time.monotonic() - STILL_S
+
+
 class Wire:
     """A connection that never blocks: what is to be sent and what is expected, each first in, first out."""
 
-    def __init__(self, connection: socket.socket, peer: int) -> None:
+    def __init__(self, connection: socket.socket, peer: int, lane: int, right_of_way: RightOfWay) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
         self._socket, self.peer = connection, peer
+        self._lane, self._right_of_way = lane, right_of_way
         self._outgoing: deque[memoryview] = deque()
         self._expected: deque[memoryview] = deque()
         self._lowest = 1
@@ -80,23 +109,37 @@ class Wire:
             if lowest != self._lowest:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lowest)
                 self._lowest = lowest
-        return (select.POLLIN if self._expected else 0) | (select.POLLOUT if self._outgoing else 0)
+        return (select.POLLIN if self._expected else 0) | (
+            select.POLLOUT if self._outgoing and not self._right_of_way.must_wait(self._lane) else 0
+        )
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it would send if it might."""
+        return bool(self._outgoing) and self._right_of_way.must_wait(self._lane)
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def abandon(self) -> None:
+        """End it under the hands of a thread that may be using it: the number stays taken, so that no new connection
+        can be mistaken for this one."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         # What was handed over and not read by the other side is still delivered.
         self._socket.close()
 
     def _push(self) -> None:
-        queue = self._outgoing
-        while queue:
+        queue, right_of_way = self._outgoing, self._right_of_way
+        while queue and not right_of_way.must_wait(self._lane):
             piece = queue[0]
             try:
                 sent = self._socket.send(piece)
             except BlockingIOError:
                 return
+            right_of_way.moved(self._lane)
             if sent < len(piece):
                 queue[0] = piece[sent:]
             else:
@@ -111,6 +154,7 @@ class Wire:
                 found = self._socket.recv_into(piece)
             except BlockingIOError:
                 return
+            self._right_of_way.moved(self._lane)
             if not found:
                 raise ConnectionResetError(f"rank {self.peer} closed the connection")
             if found < len(piece):
@@ -130,8 +174,12 @@ def wait(wires: Iterable[Wire], done: Callable[[], bool], look: Callable[[], Non
         for number, wire in by_number.items():
             if interest := wire.interest:
                 poll.register(number, interest)
-        found = poll.poll(1e3 * look_s)
-        if not found:
+        held_up = any(wire.gives_way for wire in by_number.values())
+        found = poll.poll(1e3 * (STILL_S / 2 if held_up else look_s))
+        if held_up:
+            for wire in by_number.values():
+                wire.move()
+        elif not found:
             look()
         for number, _ in found:
             by_number[number].move()
@@ -157,7 +205,7 @@ class Links:
     def none(cls) -> Links:
         """Connected to nobody."""
         found = cls.__new__(cls)
-        found._wires = {}
+        found._wires, found.right_of_way = {}, RightOfWay(0)
         return found
 
     @property
@@ -167,6 +215,7 @@ class Links:
 
     def connect(self, peers: Iterable[int], num_lanes: int) -> None:
         """Have connections with `peers`, who name this rank as well."""
+        self.right_of_way = RightOfWay(num_lanes)
         try:
             with self._server:
                 for peer in sorted(peer for peer in peers if peer > self._rank):
@@ -180,6 +229,11 @@ class Links:
 
     def wire(self, lane: int, peer: int) -> Wire:
         return self._wires[lane, peer]
+
+    def abandon(self) -> None:
+        """Nobody reads or writes any more; a thread that waits here is woken."""
+        for wire in self._wires.values():
+            wire.abandon()
 
     def close(self) -> None:
         for wire in self._wires.values():
@@ -197,7 +251,7 @@ class Links:
                     (peer,),
                 ) from error
             connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
-            self._wires[lane, peer] = Wire(connection, peer)
+            self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
 
     def _answer_calls(self, callers: set[int], num_lanes: int) -> None:
         missing = {(lane, peer) for peer in callers for lane in range(num_lanes)}
@@ -218,7 +272,7 @@ class Links:
                 connection.close()  # not one of us
                 continue
             missing.remove((lane, peer))
-            self._wires[lane, peer] = Wire(connection, peer)
+            self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
 
 
 def _greeting(connection: socket.socket, patience_s: float) -> tuple[bytes, int, int]:

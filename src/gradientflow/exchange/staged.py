@@ -123,6 +123,9 @@ class Staged:
         """Without any pattern."""
         return cls(Links.none(), {}, 0, 0)
 
+    def abandon(self) -> None:
+        self._links.abandon()
+
     def close(self) -> None:
         self._links.close()
 
@@ -140,6 +143,15 @@ class Staged:
             under_way[turn.strip] = _UnderWay.begin(turn, wires, ours, beside, values.itemsize)
         for last in under_way.values():
             last.finish(wires, values, scratch, look, look_s)
+        self._links.right_of_way.rest(lane)
+
+    def scratch_nbytes(self, name: str, nbytes: int) -> int:
+        """What a message of `nbytes` needs beside itself."""
+        return compile_pattern(self._patterns[name], self._rank, nbytes, 1).scratch_numel
+
+    def owned(self, name: str, numel: int, itemsize: int) -> Sequence[tuple[int, int]]:
+        """What this rank has after a reduce-scatter of that name."""
+        return owned(self._patterns[name], self._rank, numel, itemsize)
 
     def _program(self, name: str, numel: int, itemsize: int) -> Program:
         key = (name, numel, itemsize)

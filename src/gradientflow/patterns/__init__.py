@@ -29,8 +29,26 @@ ALL_REDUCES: dict[str, Callable[[int], Pattern]] = {
     "star": star,
 }
 
+#: The two halves of those that have some, by name.
+HALVES: dict[str, Callable[[int], Pattern]] = {
+    "ring/scatter": ring_reduce_scatter,
+    "ring/gather": ring_all_gather,
+}
+
+
+def scatter_of(name: str) -> str:
+    """The name of an all-reduce's first half."""
+    return f"{name}/scatter"
+
+
+def gather_of(name: str) -> str:
+    """The name of an all-reduce's second half."""
+    return f"{name}/gather"
+
+
 __all__ = [
     "ALL_REDUCES",
+    "HALVES",
     "Pattern",
     "Transfer",
     "Turn",
@@ -38,6 +56,7 @@ __all__ = [
     "check_hosts",
     "chunk_bounds",
     "doubling_all_gather",
+    "gather_of",
     "halving_doubling",
     "halving_reduce_scatter",
     "in_turn",
@@ -46,6 +65,7 @@ __all__ = [
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",
+    "scatter_of",
     "star",
     "torus",
     "tree",

@@ -16,7 +16,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import Any, cast
 
 import torch
@@ -24,11 +24,16 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from gradientflow.cost import Line
+from gradientflow.cost.table import Best, CostTable
 from gradientflow.errors import DeadlineError, PeerError, TrainingError, UsageError
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, new_group, store_beside
 from gradientflow.exchange.health import Health
+from gradientflow.exchange.links import Links
+from gradientflow.exchange.staged import Staged, peers_of
 from gradientflow.network import Measurement, Network, Sample
+from gradientflow.patterns import ALL_REDUCES
+from gradientflow.plan import NATIVE
 from gradientflow.probe.stream import Receiver, send
 
 #: 4 B to 64 MiB; in steps of 1.5 and 1.33 where messages of gradients usually are.
@@ -41,6 +46,10 @@ SIZES = (
 BUDGET_S = 45.0
 #: The all-reduce's part of the budget; links share the rest.
 ALL_REDUCE_SHARE = 0.4
+#: Patterns' part of the whole, if there are any.
+PATTERNS_SHARE = 0.3
+#: Before the name of a pattern, its all-reduce as an operation.
+BY_PATTERN = "all_reduce by "
 #: A link's part for each of two streams that tell its rate, and the most one takes.
 STREAM_SHARE, STREAM_S = 0.25, 1.0
 #: A plain stream is given up after this much more: a firewall may swallow it.
@@ -60,13 +69,14 @@ def measure_network(
     deadline_s: float = 60.0,
     address: str | None = None,
     smaller_worlds: bool = False,
+    patterns: Sequence[str] = (),
 ) -> Network:
     """The all-reduce among all ranks, and messages from rank 0 to every other and between neighbours. Collective.
 
     With `smaller_worlds` also the all-reduce among the first 2, 4, 8 ... ranks: how it grows with the world.
 
     With an `address` at which the others can reach this rank, links are also measured by a plain TCP stream, which
-    tells a slow link from a slow backend.
+    tells a slow link from a slow backend; and all-reduces by the named `patterns` are measured beside the group's own.
 
     Takes about `budget_s` at most; larger sizes that would take longer are left out and listed as skipped. No
     wait is longer than `budget_s + deadline_s`. All ranks return the same.
@@ -79,7 +89,7 @@ def measure_network(
     assert group is not None
     prober = _Prober(group, tuple(sizes), deadline_s + budget_s, address)
     try:
-        return prober.run(budget_s, worlds(prober.world) if smaller_worlds else [prober.world])
+        return prober.run(budget_s, worlds(prober.world) if smaller_worlds else [prober.world], patterns)
     finally:
         prober.close()
 
@@ -138,7 +148,7 @@ def _share_on_a_link(operation: str, world: int) -> float:
     """Bytes on one rank's link for each byte of the operation, if nothing is sent twice."""
     if operation in ("p2p", "tcp"):
         return 1.0
-    return (2 if operation == "all_reduce" else 1) * (world - 1) / world
+    return (2 if operation.startswith("all_reduce") else 1) * (world - 1) / world
 
 
 def sample_of(nbytes: int, seconds: Sequence[float]) -> Sample:
@@ -193,13 +203,17 @@ class _Prober:
         except RuntimeError as error:
             raise self._failure("connect to the other ranks", (), error) from error
 
-    def run(self, budget_s: float, sizes: list[int]) -> Network:
+    def run(self, budget_s: float, sizes: list[int], patterns: Sequence[str]) -> Network:
         found: list[Measurement] = []
         pairs = links(self.world)
+        by_pattern_s = PATTERNS_SHARE * budget_s if patterns and pairs and all(self.addresses) else 0.0
+        budget_s -= by_pattern_s
         for size in sizes if pairs else []:
             if self.rank < size:
                 found += self._all_reduce(size, ALL_REDUCE_SHARE * budget_s / len(sizes))
             self._from(0, f"wait for the first {size} ranks to measure their all-reduce")
+        if by_pattern_s:
+            found += self._patterns(patterns, by_pattern_s)
         for pair in pairs:
             if self.rank in pair:
                 found += _Pair(self, pair).measure((1 - ALL_REDUCE_SHARE) * budget_s / len(pairs))
@@ -220,15 +234,43 @@ class _Prober:
         def once(nbytes: int) -> None:
             self.wait(group.allreduce([self.buffer[: nbytes // 4]]), f"all-reduce {nbytes} bytes")
 
+        samples, skipped = self.sweep(once, self._agree_in(group), budget_s)
+        if group is not self.group:
+            group.shutdown()
+        return [summarize("all_reduce", range(size), samples, skipped)] if self.rank == 0 else []
+
+    def _patterns(self, names: Sequence[str], budget_s: float) -> list[Measurement]:
+        """All-reduces over connections of our own."""
+        connections = Links(self.addresses[self.rank], self._control, self.rank, self.limit_s)
+        patterns = {name: ALL_REDUCES[name](self.world) for name in names}
+        connections.connect({peer for one in patterns.values() for peer in peers_of(one, self.rank)}, num_lanes=1)
+        staged = Staged(connections, patterns, self.rank, num_lanes=1)
+
+        def too_long() -> None:
+            raise DeadlineError(f"a pattern has not moved for {self.limit_s:g} s")
+
+        found = []
+        try:
+            for name in names:
+
+                def once(nbytes: int, name: str = name) -> None:
+                    staged.run(name, self.buffer[: nbytes // 4], 0, too_long, self.limit_s)
+
+                samples, skipped = self.sweep(once, self._agree_in(self.group), budget_s / len(names))
+                found.append(summarize(f"{BY_PATTERN}{name}", range(self.world), samples, skipped))
+        except OSError as error:
+            raise PeerError(f"rank {self.members[self.rank]} lost a connection ({error})", ()) from error
+        finally:
+            staged.close()
+        return found if self.rank == 0 else []
+
+    def _agree_in(self, group: Any) -> Callable[[int], int]:
         def agree(number: int) -> int:
             self.number.fill_(number)
             self.wait(group.broadcast(self.number, 0), "agree on repetitions")
             return int(self.number.item())
 
-        samples, skipped = self.sweep(once, agree, budget_s)
-        if group is not self.group:
-            group.shutdown()
-        return [summarize("all_reduce", range(size), samples, skipped)] if self.rank == 0 else []
+        return agree
 
     def sweep(
         self, once: Callable[[int], None], agree: Callable[[int], int], budget_s: float, num_ways: int = 1
@@ -413,4 +455,28 @@ def osu_table(network: Network) -> str:
         for sample in found.samples:
             spread = f"{sample.p10_s * 1e6:15.2f}{sample.p90_s * 1e6:15.2f}{sample.num_samples:11d}"
             lines.append(f"{sample.nbytes:<14d}{sample.median_s * 1e6:18.2f}{spread}")
+    if choice := quickest(network):
+        lines += ["", f"# quickest all-reduce among {network.world} ranks: {choice}"]
     return "\n".join(lines) + "\n"
+
+
+def ways(network: Network) -> Best | None:
+    """The all-reduces of the whole world that were measured, the group's own first; None if that was all."""
+    of_all = [found for found in network.measurements if len(found.ranks) == network.world > 1]
+    native = [found for found in of_all if found.operation == "all_reduce" and len(found.samples) > 1]
+    ours = {
+        found.operation.removeprefix(BY_PATTERN): CostTable(points=found.points)
+        for found in of_all
+        if found.operation.startswith(BY_PATTERN) and len(found.samples) > 1
+    }
+    return Best({NATIVE: CostTable(points=native[0].points), **ours}) if native and ours else None
+
+
+def quickest(network: Network) -> str:
+    """By size, in words."""
+    best = ways(network)
+    if best is None:
+        return ""
+    sizes = [nbytes for nbytes, _ in next(found for found in network.measurements if found.samples).points]
+    runs = [(name, list(run)) for name, run in groupby(sizes, key=best.pick)]
+    return ", ".join([*(f"{name} up to {run[-1]} bytes" for name, run in runs[:-1]), f"then {runs[-1][0]}"])

@@ -1,6 +1,6 @@
 """The things we need from PyTorch that have no public name: the end-of-backward callback, the node that is
-running, the context of distributed autograd, what `zero_grad` calls for many gradients at once, and whether a
-transform is at work.
+running, the context of distributed autograd, what `zero_grad` and clipping call for many gradients at once, and
+whether a transform is at work.
 
 Nothing else in the package may touch them (tests/test_layers.py). DDP itself stands on the first, and
 `torch.utils.checkpoint` on the second, so they are as stable as private names get.
@@ -16,6 +16,8 @@ import torch.distributed.rpc
 from torch.autograd import Variable
 
 foreach_zero_ = torch._foreach_zero_
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

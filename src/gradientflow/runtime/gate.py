@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from gradientflow.errors import TrainingError
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.shares import Shares
-from gradientflow.runtime.waiting import Touched, UnfinishedGradient, make_pending, make_plain
+from gradientflow.runtime.waiting import Factor, Touched, UnfinishedGradient, make_pending, make_plain
 from gradientflow.trace import MAIN, Recorder, Span
 
 
@@ -41,6 +41,8 @@ class Owner:
     #: Return when these messages have arrived.
     wait_for: Callable[[Sequence[int]], None]
     wait_for_all: Callable[[], None]
+    #: A gradient's norm, if it is to be had before the gradient.
+    norm_of: Callable[[int], torch.Tensor | None]
     #: Once an exchange, before any of its results is used: raise if they must not be.
     conclude: Callable[[], None]
     #: A failure inside ends the exchange.
@@ -84,8 +86,10 @@ class Gate:
         self._concluded = True
         self._shares: Shares | None = None
         self._zero_later: set[int] = set()
+        self._factors: dict[int, list[Factor]] = {}  # by parameter, what its gradient is still to be multiplied by
+        self._was_measured = False
         self._num_updated = self._num_put_off = 0  # stages, of the last step
-        #: True, if the last step came after all gradients had been touched.
+        #: True, if the last step came after all gradients had been touched, or their norms asked for.
         self.was_whole = False
 
     def load(
@@ -114,7 +118,11 @@ class Gate:
         self._stage_of = {index: stage for stage in self._stages for index in stage.indices}
         self.handed = [
             UnfinishedGradient.of(
-                view, functools.partial(self._touch_gradient, index), functools.partial(self._zero_when_done, index)
+                view,
+                functools.partial(self._touch_gradient, index),
+                functools.partial(self._zero_when_done, index),
+                functools.partial(self._norm, index),
+                functools.partial(self._scale_when_done, index),
             )
             for index, view in enumerate(views)
         ]
@@ -154,6 +162,7 @@ class Gate:
             self._step = step
             self._unfinished = set(indices)
             self._concluded = False
+            self._was_measured = False
             self._num_updated = self._num_put_off = 0
             self.is_open = True
 
@@ -169,7 +178,7 @@ class Gate:
                 for index in self._unfinished
                 if shares.holds(parameter := self._parameters[index]) and parameter.grad is self.handed[index]
             ]
-            self.was_whole = not later
+            self.was_whole = not later or self._was_measured
             if not later:
                 self.finish()
                 self._num_updated = self._num_put_off = 1
@@ -224,6 +233,7 @@ class Gate:
                     self._parameters[index].grad = None
             self._unfinished.clear()
             self._zero_later.clear()
+            self._factors.clear()
             self._forget_step()
             self._concluded = True
             self.is_open = False
@@ -249,6 +259,29 @@ class Gate:
                 self._owner.wait_for(self._messages_of[index])
                 self._waited(began_s, "a gradient")
             self._hand_over(index)
+
+    def _norm(self, index: int) -> torch.Tensor | None:
+        with self._lock:
+            if index not in self._unfinished or index in self._factors or index in self._stage_of[index].put_off:
+                return None
+            with self._owner.breaking():
+                began_s = self._recorder.clock()
+                norm = self._owner.norm_of(index)
+                self._waited(began_s, "norms")
+            self._was_measured |= norm is not None
+            return norm
+
+    def _scale_when_done(self, index: int, factor: Factor) -> bool:
+        """The user scales a gradient before `step()`, having asked for nothing but norms."""
+        with self._lock:
+            if not self._was_measured or index not in self._unfinished or index in self._stage_of[index].put_off:
+                return False
+            self._factors.setdefault(index, []).append(factor)
+            return True
+
+    def _scale(self, index: int) -> None:
+        for factor in self._factors.pop(index, ()):
+            self._views[index].mul_(factor)
 
     def _zero_when_done(self, index: int) -> bool:
         """The user zeroes gradients after `step()`: the update still needs this one."""
@@ -288,6 +321,8 @@ class Gate:
         left = []  # what the user has made of the gradients since
         for index, parameter in zip(indices, parameters, strict=True):
             make_plain(parameter)
+            if self._factors:
+                self._scale(index)
             left.append(parameter.grad)
             parameter.grad = self._views[index]
         self._shares.run(parameters)
@@ -303,6 +338,7 @@ class Gate:
     def _hand_over(self, index: int) -> None:
         """The gradient has arrived, and the step has seen it."""
         self._unfinished.discard(index)
+        self._scale(index)
         parameter = self._parameters[index]
         if parameter.grad is self.handed[index]:
             parameter.grad = self._views[index]

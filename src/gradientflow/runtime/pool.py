@@ -10,7 +10,8 @@ have to talk. Only "zero or not" is ever asked of them, which survives every cod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -103,6 +104,27 @@ class Pool:
             else:
                 joined.append((start, stop))
         return [buffer.flat[start:stop] for start, stop in joined if stop > start]
+
+    def parts(
+        self, index: int, message: Message, spans_of: Callable[[torch.Tensor], Sequence[tuple[int, int]]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What lies in some spans of each of a message's ranges, tensor by tensor. Presence is no tensor."""
+        buffer = self._buffer_of[message.slices[0].tensor]
+        edges = [buffer.offsets[name] for name in buffer.names]
+        for values in self.ranges(index, message):
+            begin = values.storage_offset() - buffer.flat.storage_offset()
+            for start, stop in ((begin + start, min(begin + stop, buffer.numel)) for start, stop in spans_of(values)):
+                place = bisect_right(edges, start) - 1
+                while start < stop:
+                    end = min(stop, edges[place + 1] if place + 1 < len(edges) else buffer.numel)
+                    if start < end:
+                        yield buffer.names[place], buffer.flat[start:end]
+                    start, place = max(start, end), place + 1
+
+    @property
+    def version(self) -> int:
+        """Grows with every write that torch counts."""
+        return sum(buffer.flat._version for buffer in self._buffers.values())
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, presence too."""

@@ -30,6 +30,7 @@ from gradientflow.runtime.pool import Pool
 from gradientflow.runtime.pricing import measure_cost
 from gradientflow.runtime.pump import Pump
 from gradientflow.runtime.replanning import Replanning
+from gradientflow.runtime.shards import Shards
 from gradientflow.runtime.shares import Watch
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.runtime.streams import streams_for
@@ -71,6 +72,7 @@ class PooledFlow(Flow):
         self._replanning = Replanning()
         self._cost: Cost | None = None
         self._num_observed = 0
+        self._version = 0  # of the pool when backward had ended
 
         # - The plan, and what follows from it. Hooks hold on to the lists, so they are changed in place.
         self._observes = self._observing = observe
@@ -186,7 +188,7 @@ class PooledFlow(Flow):
             self._gate.take_doors_away()
             self._gate = None
         if self._options.gate and not self._comm_hooks:
-            owner = Owner(self._wait_for, self._wait_for_all, self._conclude_early, self._breaking)
+            owner = Owner(self._wait_for, self._wait_for_all, self._norm_of, self._conclude_early, self._breaking)
             self._gate = Gate(parameters, owner, self._recorder)
 
     def _restart(self) -> None:
@@ -218,7 +220,8 @@ class PooledFlow(Flow):
         if isinstance(self._pump, HookPump):
             self._pump.load(plan, ranges, pool, self._parameters)
         else:
-            self._pump.load(plan, ranges)
+            shards = Shards(plan, pool, self._names, self._exchange) if plan.norms else None
+            self._pump.load(plan, ranges, shards)
 
         messages_of: dict[str, list[int]] = {name: [] for name in self._names}
         for index, message in enumerate(plan.messages):
@@ -381,6 +384,7 @@ class PooledFlow(Flow):
         self._sparse.sum(self._step, self._num_contributing, self._joined)
         if not self._joined:
             self._hand_out(absent, kept)
+        self._version = pool.version
         if self.gated:
             self._finish_gradients()
         return pool.somebody_skipped()
@@ -406,6 +410,13 @@ class PooledFlow(Flow):
 
     def _wait_for_all(self) -> None:
         self._pump.finish([])
+
+    def _norm_of(self, index: int) -> torch.Tensor | None:
+        assert isinstance(self._pump, Pump)
+        if self._pump.shards is None or self._names[index] in self._sparse.names:
+            return None
+        self._pump.wait_for_norms()
+        return self._pump.shards.norm(index, self._views[index].dtype)
 
     def _conclude_early(self) -> None:
         assert isinstance(self._pump, Pump) and self._pool is not None
@@ -438,6 +449,8 @@ class PooledFlow(Flow):
             self._shut_gate("optimizer.step() was given a closure")
         elif not (self._plan_now.stages and self._optimizer_is_known):
             self.catch_up()
+            if self._observing and self._pool is not None:
+                self._replanning.saw(self._pool.version != self._version)
             self._watch_optimizer = Watch(optimizer)
         elif not self._optimizers.hears_last():
             self.catch_up()  # a hook behind ours may change gradients

@@ -10,13 +10,14 @@ import torch
 from gradientflow.compress import Codec, Sum
 from gradientflow.cost.table import Best, Cost, CostTable, Steps
 from gradientflow.exchange import Exchange
+from gradientflow.patterns import HALVES
 from gradientflow.plan import NATIVE
 
 #: 4 KiB to 4 MiB; at 100 Mbit/s and four ranks all of it takes about two seconds.
 SIZES = tuple(2**power for power in range(12, 23, 2))
 #: Patterns that send more bytes than they must gain nothing beyond; nor are they measured there.
 SMALL = 256 * 1024
-LEAN = (NATIVE, "ring", "halving", "levels")
+LEAN = (NATIVE, "ring", "halving", "levels", *HALVES)
 REPEATS = 3
 
 
@@ -27,7 +28,8 @@ def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: i
     fraction = codec.traffic(SIZES[-1] // 4, torch.float32).nbytes / SIZES[-1]
     buffer = torch.zeros(SIZES[-1] // 4, device=device)
     if not by_size:
-        return Steps(_table(exchange, next(iter(exchange.patterns), NATIVE), buffer, step), 1, fraction)
+        pattern = next(iter(exchange.patterns), NATIVE)
+        return Steps(_table(exchange, pattern, buffer, step), 2 if pattern in HALVES else 1, fraction)
     names = (NATIVE, *exchange.patterns)
     return Best({name: Steps(_table(exchange, name, buffer, step), 1, fraction) for name in names})
 

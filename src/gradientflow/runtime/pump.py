@@ -15,13 +15,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from gradientflow.compress import Codec
+from gradientflow.compress import Codec, Sum
 from gradientflow.errors import DeadlineError
 from gradientflow.exchange import Exchange
-from gradientflow.plan import Plan
+from gradientflow.patterns import gather_of, scatter_of
+from gradientflow.plan import NATIVE, Plan
+from gradientflow.runtime.shards import Shards
 from gradientflow.runtime.streams import Streams
 from gradientflow.trace import Recorder, Span
 
@@ -37,15 +40,19 @@ class Pump:
         self._step = 0
         self._ready_s: list[float] = []
         self._ranges: list[list[torch.Tensor]] = []
+        self.shards: Shards | None = None
         self._labels: list[str] = []
         self._places: list[str] = []
         self._lane_of: list[int] = []
         self._patterns: list[str] = []
+        self._parts: list[_Part] = []  # what queues hold
+        self._norms_place = -1  # in the first lane's queue
         self._place_of: list[int] = []  # in its lane's queue
         self._lanes = [_Lane(number, self._carry) for number in range(exchange.num_lanes)]
 
-    def load(self, plan: Plan, ranges: Sequence[list[torch.Tensor]]) -> None:
-        """Take a new plan. All lanes must be drained."""
+    def load(self, plan: Plan, ranges: Sequence[list[torch.Tensor]], shards: Shards | None = None) -> None:
+        """Take a new plan, with `shards` if it is for norms. All lanes must be drained."""
+        self.shards = shards
         self._ranges = list(ranges)
         self._labels = [message.label for message in plan.messages]
         self._places = [
@@ -54,13 +61,29 @@ class Pump:
         self._lane_of = [message.lane for message in plan.messages]
         self._patterns = [message.pattern for message in plan.messages]
         self._ready_s = [0.0] * len(plan.messages)
+        # The first parts are numbered as messages are: those become ready, what follows them is.
+        self._parts = [_Part(message, pattern) for message, pattern in enumerate(self._patterns)]
         queues: list[list[int]] = [[] for _ in self._lanes]
-        self._place_of = [0] * len(plan.messages)
         for message, _, lane in plan.sequence():
-            self._place_of[message] = len(queues[lane])
             queues[lane].append(message)
+        if plan.gathers:
+            self._decouple(plan, queues)
+        self._place_of = [0] * len(plan.messages)
         for queue, owner in zip(queues, self._lanes, strict=True):
-            owner.load(queue)
+            for place, number in enumerate(queue):
+                if (part := self._parts[number]).message is not None:
+                    self._place_of[part.message] = place
+            owner.load(queue, len(plan.messages))
+
+    def _decouple(self, plan: Plan, queues: list[list[int]]) -> None:
+        self._parts = [part._replace(pattern=scatter_of(part.pattern)) for part in self._parts]
+        if plan.norms:
+            self._norms_place = len(queues[0])
+            queues[0].append(len(self._parts))
+            self._parts.append(_Part(None, NATIVE))
+        for message in plan.gathers:
+            queues[self._lane_of[message]].append(len(self._parts))
+            self._parts.append(_Part(message, gather_of(self._patterns[message])))
 
     def begin(self, step: int) -> None:
         """A new step: nothing is ready, every lane stands before its first message."""
@@ -94,6 +117,10 @@ class Pump:
             self._lanes[self._lane_of[message]].wait(self._place_of[message], self._patience_s)
         self._streams.join()
 
+    def wait_for_norms(self) -> None:
+        """Return when norms have been summed; the plan has to be for it."""
+        self._lanes[0].wait(self._norms_place, self._patience_s)
+
     @property
     def idle_s(self) -> float:
         """In the step that was carried last, how long lanes stood before a message that was not ready although others
@@ -108,17 +135,23 @@ class Pump:
     def wire_nbytes(self) -> int:
         """The most that conversations hold beside the pool: each lane its largest message."""
         largest = [0] * len(self._lanes)
-        for lane, ranges in zip(self._lane_of, self._ranges, strict=True):
+        patterns = [self._parts[message].pattern for message in range(len(self._ranges))]
+        for lane, ranges, pattern in zip(self._lane_of, self._ranges, patterns, strict=True):
             if ranges:
                 traffic = self._codec.traffic(sum(values.numel() for values in ranges), ranges[0].dtype)
-                largest[lane] = max(largest[lane], traffic.scratch_nbytes)
+                beside = self._exchange.scratch_nbytes(pattern, traffic.nbytes)
+                largest[lane] = max(largest[lane], traffic.scratch_nbytes + beside)
         return sum(largest)
 
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
 
-    def _carry(self, message: int, lane: int) -> None:
+    def _carry(self, number: int, lane: int) -> None:
+        message, pattern = self._parts[number]
+        if message is None:
+            self._sum_norms(lane)
+            return
         start_s = self._recorder.clock()
         ranges = self._ranges[message]
         nbytes, where = 0, f"step {self._step}, {self._places[message]}"
@@ -126,11 +159,35 @@ class Pump:
             # An empty tensor by itself is a message of nothing, on every rank alike.
             for question in self._codec.converse(ranges) if ranges else ():
                 nbytes += sum(tensor.nbytes for tensor in question.tensors)
-                self._exchange.answer(question, lane, self._step + 1, where, self._patterns[message])
+                self._exchange.answer(question, lane, self._step + 1, where, pattern)
         details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
         details["idle_s"] = self._lanes[lane].stood_s
         end_s = self._recorder.clock()
         self._recorder.add(Span("message", self._labels[message], f"lane {lane}", start_s, end_s, self._step, details))
+
+    def _sum_norms(self, lane: int) -> None:
+        """All first halves have to be there, those of other lanes too; they wait for none of this lane's."""
+        assert self.shards is not None
+        for message, number in enumerate(self._lane_of):
+            if number != lane:
+                self._lanes[number].wait(self._lanes[number].place_of(message), self._patience_s)
+        start_s = self._recorder.clock()
+        with torch.no_grad():
+            self.shards.measure()
+            question = Sum([self.shards.squares])
+            self._exchange.answer(question, lane, self._step + 1, f"step {self._step}, norms on lane {lane}")
+        details = {"nbytes": self.shards.squares.nbytes}
+        self._recorder.add(
+            Span("message", "norms", f"lane {lane}", start_s, self._recorder.clock(), self._step, details)
+        )
+
+
+class _Part(NamedTuple):
+    """What a lane carries at once: a message by a pattern, or one half of it by one half of the pattern. No message:
+    norms."""
+
+    message: int | None
+    pattern: str
 
 
 class _Lane:
@@ -142,6 +199,7 @@ class _Lane:
         self._queue: list[int] = []
         self._next = 0
         self._ready: set[int] = set()
+        self._num_to_come = 0
         self._busy = False
         self._draining = False  # the training thread is here: it has the right to carry
         self._closed = False
@@ -152,10 +210,11 @@ class _Lane:
         self.stood_s = 0.0  # of it, before the message that was taken last
         self._stuck_since_s = 0.0  # others are ready, the head is not; 0.0: it is not so
 
-    def load(self, queue: list[int]) -> None:
+    def load(self, queue: list[int], num_to_come: int) -> None:
+        """Numbers below `num_to_come` become ready; the others follow those and need nothing else."""
         with self._changed:
             assert not self._busy
-            self._queue = queue
+            self._queue, self._num_to_come = queue, num_to_come
             self._next = len(queue)
 
     def rewind(self) -> None:
@@ -222,8 +281,14 @@ class _Lane:
     def _may_work(self) -> bool:
         return not self._busy and not self._draining
 
+    def place_of(self, number: int) -> int:
+        return self._queue.index(number)
+
     def _head_is_ready(self) -> bool:
-        return self._error is None and self._next < len(self._queue) and self._queue[self._next] in self._ready
+        if self._error is not None or self._next == len(self._queue):
+            return False
+        head = self._queue[self._next]
+        return head in self._ready or head >= self._num_to_come
 
     def _note_idleness(self) -> None:
         stuck = bool(self._ready) and not self._busy and not self._head_is_ready()

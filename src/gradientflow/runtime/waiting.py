@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradientflow.runtime.autograd import foreach_zero_
+from gradientflow.runtime.autograd import foreach_mul_, foreach_norm, foreach_zero_
 
 _T = torch.Tensor
 
@@ -44,6 +44,9 @@ _VALUELESS: frozenset[Any] = frozenset(
     + [getattr(_T.requires_grad, "__set__")]  # noqa: B009 - mypy takes it for a bool
 )
 _ZERO: frozenset[Any] = frozenset([_T.zero_, foreach_zero_])
+#: What `clip_grad_norm_` calls, for one gradient or for many.
+_NORM: frozenset[Any] = frozenset([torch.linalg.vector_norm, foreach_norm])
+_SCALE: frozenset[Any] = frozenset([_T.mul_, foreach_mul_])
 
 
 def _tensors_in(values: object) -> Iterator[torch.Tensor]:
@@ -59,6 +62,8 @@ def _tensors_in(values: object) -> Iterator[torch.Tensor]:
 
 # - Gradients
 
+Factor = float | torch.Tensor
+
 
 class UnfinishedGradient(torch.Tensor):
     """What `.grad` is while the average is on its way into `plain`."""
@@ -66,13 +71,22 @@ class UnfinishedGradient(torch.Tensor):
     plain: torch.Tensor
     _touched: Callable[[], None]
     _zero_later: Callable[[], bool]
+    _norm: Callable[[], torch.Tensor | None]
+    _scale_later: Callable[[Factor], bool]
 
     @staticmethod
-    def of(plain: torch.Tensor, touched: Callable[[], None], zero_later: Callable[[], bool]) -> UnfinishedGradient:
-        """Call `touched` before any use of values. To be zeroed, it first offers that to `zero_later`, which says
-        whether it will see to it."""
+    def of(
+        plain: torch.Tensor,
+        touched: Callable[[], None],
+        zero_later: Callable[[], bool] = lambda: False,
+        norm: Callable[[], torch.Tensor | None] = lambda: None,
+        scale_later: Callable[[Factor], bool] = lambda factor: False,
+    ) -> UnfinishedGradient:
+        """Call `touched` before any use of values. To be zeroed or multiplied, it first offers that to `zero_later` and
+        `scale_later`, which say whether they will see to it; asked for its norm it first asks `norm`."""
         gradient: UnfinishedGradient = torch.Tensor._make_subclass(UnfinishedGradient, plain)
         gradient.plain, gradient._touched, gradient._zero_later = plain, touched, zero_later
+        gradient._norm, gradient._scale_later = norm, scale_later
         return gradient
 
     @classmethod
@@ -86,6 +100,10 @@ class UnfinishedGradient(torch.Tensor):
                 return args[0]
             args = ([gradient for gradient, seen_to in zip(gradients, later, strict=True) if not seen_to],)
             func = foreach_zero_
+        elif func in _NORM and not kwargs and (norms := _norms(*args)) is not None:
+            return norms if func is foreach_norm else norms[0]
+        elif func in _SCALE and not kwargs and _scaled_later(*args):
+            return None if func is foreach_mul_ else args[0]
         if func not in _VALUELESS:
             _touch_all(args, kwargs)
         return func(*_plain(args), **_plain(kwargs or {}))
@@ -97,6 +115,28 @@ class UnfinishedGradient(torch.Tensor):
         """From C++: autograd adds to a gradient that is still on its way."""
         _touch_all(args, kwargs)
         return func(*_plain(args), **_plain(kwargs or {}))
+
+
+def _norms(of: Any, order: object = 2, *more: object) -> list[torch.Tensor] | None:
+    """Without waiting for any gradient, or not at all."""
+    gradients = of if isinstance(of, list | tuple) else [of]
+    if more or order != 2 or not all(isinstance(gradient, UnfinishedGradient) for gradient in gradients):
+        return None
+    norms = [gradient._norm() for gradient in gradients]
+    known = [norm for norm in norms if norm is not None]
+    return known if len(known) == len(norms) else None
+
+
+def _scaled_later(of: Any, factor: Any) -> bool:
+    """Those that cannot be scaled later have been touched, and are scaled now."""
+    if not isinstance(factor, float | int) and not (type(factor) is torch.Tensor and factor.ndim == 0):
+        return False
+    gradients = of if isinstance(of, list | tuple) else [of]
+    for gradient in gradients:
+        if not (isinstance(gradient, UnfinishedGradient) and gradient._scale_later(factor)):
+            _touch_all(gradient, None)
+            _plain(gradient).mul_(factor)
+    return True
 
 
 def _touch_all(args: object, kwargs: object) -> None:

@@ -13,12 +13,14 @@ from gradientflow.cost.evaluate import Stages
 from gradientflow.cost.table import Cost
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
+from gradientflow.schedule.decoupled import dear as _dear
 from gradientflow.schedule.flow import explain
 from gradientflow.schedule.flow import flow as _flow
 from gradientflow.schedule.fusion import bsp, lazy, wfbp
 from gradientflow.schedule.merge import merge as _merge
 from gradientflow.schedule.merge import mg_wfbp
 from gradientflow.schedule.priority import PARTITION_NBYTES, bytescheduler
+from gradientflow.schedule.ranked import ranked as _ranked
 from gradientflow.schedule.sizes import parse_nbytes
 
 #: Name in a recipe -> function of (profile, argument as written after the colon, "" if none).
@@ -33,6 +35,8 @@ class Terms:
     num_lanes: int = 1
     gated: bool = False
     stages: Stages = ()
+    #: Lower lanes go first.
+    ranked: bool = False
 
 
 def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
@@ -41,9 +45,17 @@ def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
 
 
 def _flow_on(profile: Profile, argument: str, terms: Terms) -> Plan:
-    plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
+    if terms.ranked and terms.gated:
+        plan = _ranked(profile, terms.cost, num_lanes=terms.num_lanes, stages=terms.stages)
+    else:
+        plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
     why = explain(profile, plan, terms.cost, gated=terms.gated, stages=terms.stages)
     return plan.model_copy(update={"why": why})
+
+
+def _dear_on(profile: Profile, argument: str, terms: Terms) -> Plan:
+    nbytes = parse_nbytes(argument) if argument else None
+    return _dear(profile, terms.cost, nbytes=nbytes, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
 
 
 #: Those that need to know more -> function of (profile, argument, terms).
@@ -52,9 +64,12 @@ PRICED: dict[str, Callable[[Profile, str, Terms], Plan]] = {
     "merge": lambda profile, argument, terms: _merge(profile, terms.cost),
     "bytescheduler": _bytescheduler,
     "flow": _flow_on,
+    "dear": _dear_on,
 }
 #: Those whose order pays only if the next forward pass waits layer by layer.
-FOR_A_GATE = frozenset({"bytescheduler", "flow"})
-WITH_A_SIZE = frozenset({"bytescheduler"})
+FOR_A_GATE = frozenset({"bytescheduler", "flow", "dear"})
+WITH_A_SIZE = frozenset({"bytescheduler", "dear"})
+#: Those that send each message in two halves.
+DECOUPLED = frozenset({"dear"})
 
-__all__ = ["FOR_A_GATE", "PRICED", "SCHEDULES", "WITH_A_SIZE", "Terms", "bsp", "lazy", "mg_wfbp", "wfbp"]
+__all__ = ["DECOUPLED", "FOR_A_GATE", "PRICED", "SCHEDULES", "WITH_A_SIZE", "Terms", "bsp", "lazy", "mg_wfbp", "wfbp"]

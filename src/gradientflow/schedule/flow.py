@@ -9,7 +9,7 @@ by trying: some `_Style`s are played through and judged by what the evaluator ma
 schedules.
 
 [Note: jitter] Times will differ from the profile's. A plan that bets on them finds its next message not ready, and
-the link idle with other gradients waiting behind. So plans are judged by their mean over a few `_Case`s: faster and
+the link idle with other gradients waiting behind. So plans are judged by their mean over a few `Case`s: faster and
 slower compute, slower links, uneven layers. By the profile's own times the chosen plan is never worse than a named
 schedule; among plans that differ by less than `TOLERANCE` the one with the fewest messages is taken.
 """
@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from gradientflow.cost.evaluate import Evaluation, Job, Moments, Stages, evaluate, limit_s, startup_and_wire_s
+from gradientflow.cost.evaluate import Evaluation, Job, Stages, evaluate, limit_s, startup_and_wire_s
 from gradientflow.cost.table import Cost, Steps
-from gradientflow.plan import Message, Plan, Slice
-from gradientflow.profiles import Profile, TensorProfile
+from gradientflow.plan import Plan
+from gradientflow.profiles import Profile
+from gradientflow.schedule.board import SLOWER_LINKS, Axis, Board, Case, Range, times
 from gradientflow.schedule.fusion import DEFAULT_THETA, bsp, fuse, wfbp
 from gradientflow.schedule.merge import merge, merges, mg_wfbp
 from gradientflow.schedule.priority import bytescheduler, issue_in_turn
@@ -36,9 +37,8 @@ from gradientflow.schedule.priority import bytescheduler, issue_in_turn
 TOLERANCE = 0.005
 #: Where compute hides everything, `merge` sends far more messages than it has to.
 MARGINS = (1.5, 3.0)
-#: A link is slower than it was measured, never faster: processors are busy, others use it. A large message that goes
-#: just before the last gradients come is then in their way, so some plans are made for such a link.
-SLOWER_LINKS = (1.15, 1.3)
+#: How many plans are looked at closely: with 2000 tensors half a second, with all of them a whole one.
+NEAR = 24
 
 
 def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True, stages: Stages = ()) -> Plan:
@@ -48,17 +48,17 @@ def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True
     """
     if not profile.nbytes:
         return bsp(profile).model_copy(update={"schedule": "flow"})
-    board = _Board(profile)
-    cases = [_Case(board, moments, link) for moments, link in _times(profile, gated, stages)]
+    board = Board(profile)
+    cases = [Case(board, moments, link) for moments, link in times(profile, gated, stages)]
     judge = _Judge(board, cases, cost, num_lanes)
     merged, *joined = merges(profile, cost, (math.inf, *MARGINS))
     named = [judge.calmly(board.ranges(plan)) for plan in _named(profile, cost, num_lanes, merged).values()]
     own = [judge.calmly(board.ranges(plan)) for plan in joined]
     styles = _styles(profile, cost)
-    own += [judge.calmly(board.play(style, cases[0], cost, num_lanes)) for style in styles]
+    own += [judge.calmly(_play(board, style, cases[0], cost, num_lanes)) for style in styles]
     for slower in SLOWER_LINKS:
         late = Steps(cost, slower, 1.0)
-        own += [judge.calmly(board.play(style, cases[0], late, num_lanes)) for style in styles[1::6]]
+        own += [judge.calmly(_play(board, style, cases[0], late, num_lanes)) for style in styles[1::6]]
     # No choice is made by the last digit.
     most_s = (1 + 1e-9) * min(plan.calm_s for plan in named)
     as_good = [plan for plan in [*named, *own] if plan.calm_s <= most_s]
@@ -83,153 +83,35 @@ def _named(profile: Profile, cost: Cost, num_lanes: int, merged: Plan) -> dict[s
     return plans
 
 
-# - Plans as ranges
-
-#: Pool, first element, last element + 1.
-_Range = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """A pool: its tensors in backward order, their places in the profile, and where each begins."""
-
-    tensors: tuple[TensorProfile, ...]
-    places: tuple[int, ...]
-    edges: tuple[int, ...]
-    itemsize: int
-
-    def tensors_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The first and the last tensor that hold elements of a range. Empty tensors hold none."""
-        return bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop) - 1
-
-    def slices(self, start: int, stop: int) -> Iterator[Slice]:
-        first, last = self.tensors_of(start, stop)
-        for index in range(first, last + 1):
-            begin, end = self.edges[index], self.edges[index + 1]
-            if begin < end:
-                name = self.tensors[index].name
-                yield Slice(tensor=name, start=max(start, begin) - begin, stop=min(stop, end) - begin)
-
-
-class _Board:
-    """A profile's pools, and what plans over them take."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        members: dict[tuple[str, str], list[int]] = {}
-        for place, tensor in enumerate(profile.tensors):
-            members.setdefault(tensor.pool, []).append(place)
-        self.axes = [self._axis(places) for places in members.values()]
-
-    def _axis(self, places: list[int]) -> _Axis:
-        tensors = tuple(self._profile.tensors[place] for place in places)
-        edges = tuple(accumulate((tensor.numel for tensor in tensors), initial=0))
-        return _Axis(tensors, tuple(places), edges, tensors[0].torch_dtype.itemsize)
-
-    def ranges(self, plan: Plan) -> tuple[_Range, ...]:
-        """A plan whose messages are runs of a pool, without those of empty tensors."""
-        begins = {
-            tensor.name: (pool, edge)
-            for pool, axis in enumerate(self.axes)
-            for tensor, edge in zip(axis.tensors, axis.edges[:-1], strict=True)
-        }
-        found = []
-        for message in plan.messages:
-            first, last = message.slices[0], message.slices[-1]
-            pool, begin = begins[first.tensor]
-            start, stop = begin + first.start, begins[last.tensor][1] + last.stop
-            assert stop - start == message.numel, "not a run"
-            if start < stop:
-                found.append((pool, start, stop))
-        return tuple(found)
-
-    def plan(self, schedule: str, ranges: Sequence[_Range]) -> Plan:
-        layout = tuple(tensor.name for tensor in self._profile.tensors)
-        messages = tuple(Message(slices=tuple(self.axes[pool].slices(*span))) for pool, *span in ranges)
-        return Plan(schedule=schedule, layout=layout, messages=messages)
-
-    def play(self, style: _Style, case: _Case, cost: Cost, num_lanes: int) -> tuple[_Range, ...]:
-        backlog = _Backlog(self.axes, style, case)
-        issue_in_turn(backlog, cost, num_lanes)
-        return tuple(backlog.issued)
-
-
-# - Times that may come. [Note: jitter]
-
-
-class _Case:
-    """Moments, pool by pool in backward order; and how many times as long as its cost a message takes."""
-
-    def __init__(self, board: _Board, moments: Moments, link: float) -> None:
-        self.moments, self.link = moments, link
-        self.ready_s = [[moments.ready_s[place] for place in axis.places] for axis in board.axes]
-        self.after_s = [[moments.after_s[place] for place in axis.places] for axis in board.axes]
-        self._rising = [all(one <= next_ for one, next_ in pairwise(after_s)) for after_s in self.after_s]
-
-    def follows_s(self, pool: int, first: int, last: int) -> float:
-        """Compute that follows a message of these tensors."""
-        after_s = self.after_s[pool]
-        return after_s[last] if self._rising[pool] else max(after_s[first : last + 1])
-
-
-def _times(profile: Profile, gated: bool, stages: Stages) -> Iterator[tuple[Moments, float]]:
-    """The profile's own first."""
-    num = len(profile.tensors)
-    calm = Moments.of(profile, gated=gated, stages=stages)
-    yield calm, 1.0
-    for slower in SLOWER_LINKS:
-        yield calm, slower
-    for factors in (
-        [1.1] * num,
-        [0.9] * num,
-        [_uneven(place, 1) for place in range(num)],
-        [_uneven(place, 2) for place in range(num)],
-    ):
-        yield Moments.of(_paced(profile, factors), gated=gated, stages=stages), 1.0
-
-
-def _paced(profile: Profile, factors: Sequence[float]) -> Profile:
-    tensors = tuple(
-        tensor.model_copy(update={"forward_s": tensor.forward_s * factor, "backward_s": tensor.backward_s * factor})
-        for tensor, factor in zip(profile.tensors, factors, strict=True)
-    )
-    return profile.model_copy(update={"tensors": tensors})
-
-
-def _uneven(place: int, seed: int) -> float:
-    """0.7 to 1.3, as if by chance, the same everywhere and for ever (Knuth's multiplicative hash)."""
-    mixed = (place + 1) * (2 * seed + 1) * 2654435761 % 2**32
-    return 0.7 + 0.6 * ((mixed ^ mixed >> 15) * 2246822519 % 2**32) / 2**32
-
-
 @dataclass(frozen=True, slots=True)
 class _Judged:
     """A plan, and what it takes by the profile's own times."""
 
-    ranges: tuple[_Range, ...]
+    ranges: tuple[Range, ...]
     calm_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    board: _Board
-    cases: list[_Case]
+    board: Board
+    cases: list[Case]
     cost: Cost
     num_lanes: int
 
-    def calmly(self, ranges: tuple[_Range, ...]) -> _Judged:
+    def calmly(self, ranges: tuple[Range, ...]) -> _Judged:
         return _Judged(ranges, self._iterations_s(ranges, self.cases[:1])[0])
 
     def best(self, plans: Sequence[_Judged]) -> _Judged:
-        """By the mean over all cases. A plan that is far off by the profile's own times is not looked at."""
-        near_s = 1.05 * min(plan.calm_s for plan in plans)
-        near = {plan.ranges: plan for plan in plans if plan.calm_s <= near_s}
+        """By the mean over all cases, among those that are best by the profile's own times."""
+        different = sorted({plan.ranges: plan for plan in plans}.values(), key=lambda plan: plan.calm_s)
+        near_s = 1.05 * different[0].calm_s
+        near = {plan.ranges: plan for plan in different[:NEAR] if plan.calm_s <= near_s}
         mean_s = {ranges: fmean(self._iterations_s(ranges, self.cases)) for ranges in near}
         good_s = (1 + TOLERANCE) * min(mean_s.values())
         good = [ranges for ranges in near if mean_s[ranges] <= good_s]
         return near[min(good, key=lambda ranges: (len(ranges), mean_s[ranges]))]
 
-    def _iterations_s(self, ranges: Sequence[_Range], cases: Sequence[_Case]) -> list[float]:
+    def _iterations_s(self, ranges: Sequence[Range], cases: Sequence[Case]) -> list[float]:
         axes = self.board.axes
         sizes = [(stop - start) * axes[pool].itemsize for pool, start, stop in ranges]
         costs_s = [startup_and_wire_s(self.cost, nbytes) for nbytes in sizes]
@@ -265,10 +147,16 @@ def _styles(profile: Profile, cost: Cost) -> list[_Style]:
     return [_Style(size, size * share) for size in sizes for share in (0.0, 0.25, 0.5)]
 
 
+def _play(board: Board, style: _Style, case: Case, cost: Cost, num_lanes: int) -> tuple[Range, ...]:
+    backlog = _Backlog(board.axes, style, case)
+    issue_in_turn(backlog, cost, num_lanes)
+    return tuple(backlog.issued)
+
+
 class _Backlog:
     """What is ready and not sent, played through in one style. A supply for `issue_in_turn`."""
 
-    def __init__(self, axes: Sequence[_Axis], style: _Style, case: _Case) -> None:
+    def __init__(self, axes: Sequence[Axis], style: _Style, case: Case) -> None:
         self._axes, self._style, self._after_s = axes, style, case.after_s
         self._ready_s = case.ready_s
         self._backward_s = max(ready_s[-1] for ready_s in self._ready_s)
@@ -276,7 +164,7 @@ class _Backlog:
         #: Runs of elements, the newest last.
         self._runs: list[list[list[int]]] = [[] for _ in axes]
         self._left = sum(axis.edges[-1] for axis in axes)
-        self.issued: list[_Range] = []
+        self.issued: list[Range] = []
 
     def __bool__(self) -> bool:
         return self._left > 0
