@@ -29,7 +29,7 @@ from gradientflow.exchange.control import Control
 #: would stand in the way of a lane that goes first. What is on the wire and not acknowledged does not count.
 UNSENT_NBYTES = 128 * 1024
 #: A lane that has not moved for so long waits for another rank, and holds nobody up.
-STILL_S = 2e-3
+STILL_S = 8e-3
 #: Wake up for no less, while more than that is to come.
 GULP_NBYTES = 64 * 1024
 _HELLO = struct.Struct("<16sII")

@@ -23,7 +23,7 @@ from gradientflow.plan import Message, Plan
 from gradientflow.profiles import Profile
 from gradientflow.schedule.board import Board, Case, times
 
-SIZES_NBYTES = tuple(250_000 * 2**power for power in range(8))
+SIZES_NBYTES = tuple(250_000 * 2**power for power in range(5))
 #: By what parts of the forward pass are alike: bytes, seconds, or both.
 WEIGHTS = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
 #: Of a mean iteration; what a simulation cannot know. Fewer messages win.
