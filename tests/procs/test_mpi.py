@@ -253,10 +253,10 @@ def test_a_wait_ends_in_time_and_failures_are_broken_connections() -> None:
             raise ArithmeticError("MPI_ERR_PROC_FAILED: Process Failure\nand more")
 
     began_s = time.monotonic()
-    assert not _Sum(Never(), torch.zeros(1), ArithmeticError, 0.0).done_within(0.05)
+    assert not _Sum(Never(), torch.zeros(1), ArithmeticError).done_within(0.05)
     assert 0.05 <= time.monotonic() - began_s < 1.0
     with pytest.raises(ConnectionError, match=r"Process Failure$"):
-        _Sum(Broken(), torch.zeros(1), ArithmeticError, 0.0).done_within(0.05)
+        _Sum(Broken(), torch.zeros(1), ArithmeticError).done_within(0.05)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ Everything else (weights, beacons, agreement) stays on the process group: MPI is
 several times quicker than Gloo does, which hands each over to a thread.
 
 [Note: progress] An MPI library moves bytes only while somebody is inside one of its calls. So a lane that waits asks
-again and again, and its asking is what carries its message. It must not take the cores from those who compute,
-itself on another thread included: it asks without a pause for a short while only, then after longer and longer sleeps.
+again and again, and its asking is what carries its message. The main thread has nothing else to do meanwhile: it asks
+without a pause for a while, only letting others have its core, then after longer and longer sleeps. A lane's own thread
+runs beside one that computes, on few cores and under one interpreter lock, and sleeps from the start.
 
 [Note: the end of MPI] A process that mpirun started has to finalize MPI before it exits, or mpirun calls the job
 failed. To finalize waits for all other processes, and for ever if one of them will not come. So we finalize when a
@@ -19,7 +20,6 @@ import atexit
 import functools
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: How long to ask without a pause: where this rank has a core beside the one that computes, and where it has not.
-ROOMY_SPIN_S, SPIN_S = 2e-3, 50e-6
+#: How long the main thread asks without a pause.
+SPIN_S = 1e-3
 #: Sleeps between two looks, growing from one to the other.
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 500e-6
 
@@ -81,7 +81,6 @@ class Place(Record):
 
     rank: int
     size: int
-    host: str
 
 
 class Mpi:
@@ -90,11 +89,10 @@ class Mpi:
     def __init__(self, control: Control, num_lanes: int, wait: Callable[[Pending], None]) -> None:
         self._mpi = library()
         world = self._mpi.COMM_WORLD
-        own = Place(rank=world.rank, size=world.size, host=socket.gethostname())
+        own = Place(rank=world.rank, size=world.size)
         texts = control.gather(own.model_dump_json(), "learn the other ranks' places in MPI")
         places = [Place.model_validate_json(text) for text in texts]
         _check(places)
-        self._spin_s = _spin_s(sum(place.host == own.host for place in places))
         self._lanes: list[MPI.Intracomm] = []
         # In the order of the torch group, which need not be MPI's.
         group = world.group.Incl([place.rank for place in places])
@@ -113,7 +111,7 @@ class Mpi:
             request = self._lanes[lane].Iallreduce(self._mpi.IN_PLACE, [memory, values.numel(), kind], operation)
         except self._mpi.Exception as error:
             raise ConnectionError(_words(error)) from error
-        return _Sum(request, values, self._mpi.Exception, self._spin_s)
+        return _Sum(request, values, self._mpi.Exception)
 
     def abandon(self) -> None:
         _given_up.append(self._lanes)
@@ -136,21 +134,24 @@ class Mpi:
 class _Sum:
     """A sum that was begun. It keeps the memory that MPI writes to."""
 
-    def __init__(self, request: MPI.Request, values: torch.Tensor, failure: type[Exception], spin_s: float) -> None:
-        self._request, self._values, self._failure, self._spin_s = request, values, failure, spin_s
+    def __init__(self, request: MPI.Request, values: torch.Tensor, failure: type[Exception]) -> None:
+        self._request, self._values, self._failure = request, values, failure
         _under_way.add(self)
 
     def done_within(self, patience_s: float | None) -> bool:
         """[Note: progress]"""
         began_s = time.perf_counter()
         end_s = began_s + (float("inf") if patience_s is None else patience_s)
+        spin_s = SPIN_S if threading.current_thread() is threading.main_thread() else 0.0
         sleep_s = SHORTEST_SLEEP_S
         try:
             while not self._request.Test():
                 now_s = time.perf_counter()
                 if now_s > end_s:
                     return False
-                if now_s - began_s > self._spin_s:
+                if now_s - began_s < spin_s:
+                    os.sched_yield()
+                else:
                     time.sleep(sleep_s)
                     sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
         except self._failure as error:
@@ -186,11 +187,6 @@ def _check(places: list[Place]) -> None:
     if len({place.size for place in places}) > 1 or len({place.rank for place in places}) < len(places):
         found = ", ".join(f"{rank} is {place.rank} of {place.size}" for rank, place in enumerate(places))
         raise UsageError(f"the ranks are not the processes of one MPI job (in MPI, rank {found}): {START_WITH_MPIRUN}")
-
-
-def _spin_s(num_neighbours: int) -> float:
-    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // num_neighbours)
-    return ROOMY_SPIN_S if cores >= 2 else SPIN_S
 
 
 @functools.cache
