@@ -10,6 +10,7 @@ A failed exchange is `abandon`ed: what it was using is never used again ([Note: 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -112,7 +113,11 @@ class Exchange:
             limit_s = self.deadline_s + 30
             num_lanes = 0 if self._over_mpi else self.num_lanes
             self._sums = self._groups = Groups(self.backend, self._store, self.rank, self.world, num_lanes, limit_s)
-        self.health.start([Process.model_validate_json(text) for text in texts])
+        processes = [Process.model_validate_json(text) for text in texts]
+        here = sum(process.host == processes[self.rank].host for process in processes)
+        #: How likely it is that a processor's time is missing elsewhere: ranks of this machine for each of its cores.
+        self.crowding = min(1.0, here / (os.cpu_count() or 1))
+        self.health.start(processes)
         if self.world > 1 and self._over_mpi:
             self._sums = Mpi(self.control, self.num_lanes, self._wait_to_connect)
         if self.world > 1 and self.patterns:

@@ -105,8 +105,6 @@ def open_flow(
     settings = Settings.from_environment()
     chosen = settings.choose(recipe)
     _check(model, optimizer, profile, deadline_s, options)
-    gated = _may_gate(gate, chosen, model, optimizer, options)
-    options = dataclasses.replace(options, gate=gated, gradients_are_views=options.gradients_are_views or gated)
     group = process_group or dist.group.WORLD
     if group is None or not dist.is_initialized():
         raise UsageError(
@@ -115,6 +113,8 @@ def open_flow(
         )
     if dist.get_rank(group) < 0:
         raise UsageError("this rank is not a member of process_group; attach on its members only")
+    gated = _may_gate(gate, chosen, model, optimizer, options, dist.get_world_size(group))
+    options = dataclasses.replace(options, gate=gated, gradients_are_views=options.gradients_are_views or gated)
     mpi = chosen.over_mpi and settings.on
     exchange = Exchange(group, _device(model), chosen.lanes, deadline_s, chosen.patterns, settings.address, mpi)
     try:
@@ -167,10 +167,11 @@ def _may_gate(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     options: Options,
+    world: int,
 ) -> bool:
     """Whether steps can be put off; raises if that was asked for and cannot be."""
-    if asked is False or (asked is None and not recipe.wants_gate):
-        return False
+    if asked is False or (asked is None and (not recipe.wants_gate or world == 1)):
+        return False  # alone, there is nothing to wait for
     why_not = ""
     if optimizer is None:
         why_not = "there is no optimizer to put off: give it"

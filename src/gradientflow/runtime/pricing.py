@@ -19,6 +19,8 @@ SIZES = tuple(2**power for power in range(12, 23, 2))
 SMALL = 256 * 1024
 LEAN = (NATIVE, "ring", "halving", "levels", *HALVES)
 REPEATS = 3
+#: Of the smallest size, which tells what a message takes of processors, whatever its bytes.
+REPEATS_OF_SMALLEST = 10
 
 
 def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: int, by_size: bool = False) -> Cost:
@@ -35,15 +37,17 @@ def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: i
 
 
 def _table(exchange: Exchange, pattern: str, buffer: torch.Tensor, step: int) -> CostTable:
-    points, hosts_s = [], []
+    points = []
     for nbytes in (size for size in SIZES if pattern in LEAN or size <= SMALL):
-        times_s = []
-        for _ in range(1 + REPEATS):
-            began_s = time.thread_time()
-            times_s.append(_once(exchange, pattern, buffer[: nbytes // 4], step))
-            hosts_s.append(time.thread_time() - began_s)
+        times_s = [_once(exchange, pattern, buffer[: nbytes // 4], step) for _ in range(1 + REPEATS)]
         points.append((nbytes, median(times_s[1:])))
-    return CostTable(points=tuple(points), host_s=median(hosts_s))
+    # Of all threads: what a lane or the backend's own threads take is missing where training computes, unless there
+    # are cores to spare.
+    began_s = time.process_time()
+    for _ in range(REPEATS_OF_SMALLEST):
+        _once(exchange, pattern, buffer[: SIZES[0] // 4], step)
+    host_s = exchange.crowding * (time.process_time() - began_s) / REPEATS_OF_SMALLEST
+    return CostTable(points=tuple(points), host_s=host_s)
 
 
 def _once(exchange: Exchange, pattern: str, values: torch.Tensor, step: int) -> float:
