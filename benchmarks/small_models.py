@@ -45,7 +45,7 @@ import gradientflow as gf
 WIDTHS = {"0.4": (256, 512, 512, 10), "8.4": (1024, 2048, 2048, 1024, 10)}
 BATCH = 32
 #: Steps a block: a quarter of a second or more.
-BLOCK_STEPS = {"0.4": 50, "8.4": 6}
+BLOCK_STEPS = {"0.4": 30, "8.4": 6}
 WARM_UP_ROUNDS = 2
 OURS = ("lazy-mpi", "lazy-ring", "lazy-halving", "lazy")
 METHODS = ("ddp", "ddp-view", *OURS)
@@ -152,7 +152,7 @@ def main() -> None:
     cases = [(m, w, t) for m in options.models for w in options.workers for t in options.transports]
     with Progress(console=Console(stderr=True)) as progress:
         for case in progress.track(cases, description="measuring"):
-            figures["rows"].append(measure(*case, rounds=3 if options.quick else 20))
+            figures["rows"].append(measure(*case, rounds=3 if options.quick else 12))
     show(figures)
     if options.out:
         options.out.write_text(json.dumps(figures, indent=1) + "\n")

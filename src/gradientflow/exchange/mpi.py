@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 #: How long the main thread asks without a pause.
-SPIN_S = 1e-3
+SPIN_S = 10e-3
 #: Sleeps between two looks, growing from one to the other.
-SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 500e-6
+SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 100e-6
 
 #: After a failure, how long to wait at the end of the script for processes that may not come.
 LEAVE_S = 3.0
