@@ -285,7 +285,7 @@ def test_demo_trains_and_replays(tmp_path: Path) -> None:
         assert method["iteration_s"] > 0 and method["sent_nbytes"] > 1e6
         assert method["exposed_s"] == method["iteration_s"] - trained["compute_only"]["iteration_s"]
     assert trained["ddp"]["train_loss"] == pytest.approx(trained["gradientflow"]["train_loss"], rel=0.05)
-    assert [row["method"] for row in replayed["results"]] == ["compute", "ddp", "lazy", "lazy+bf16"]
+    assert [row["method"] for row in replayed["results"]] == ["compute", "ddp", "lazy", "lazy+bf16", "flow"]
     assert RunDirectory(tmp_path / "out").traced_ranks() == [0, 1]
     assert "plotly" in (tmp_path / "out" / "report.html").read_text()
 
