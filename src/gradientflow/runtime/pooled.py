@@ -73,6 +73,7 @@ class PooledFlow(Flow):
         self._cost: Cost | None = None
         self._num_observed = 0
         self._version = 0  # of the pool when backward had ended
+        self._asked_early = False  # for another plan, as was learnt when other ranks might be anywhere
 
         # - The plan, and what follows from it. Hooks hold on to the lists, so they are changed in place.
         self._observes = self._observing = observe
@@ -138,7 +139,7 @@ class PooledFlow(Flow):
             compare(self._exchange.control, describe_plan(plan))
         super().load_state_dict(state)
         if plan is not None:
-            self._observing = False
+            self._observing = self._asked_early = False
             self._next_plan = plan
 
     def _let_go(self) -> None:
@@ -199,6 +200,7 @@ class PooledFlow(Flow):
         compare(self._exchange.control, describe_tensors("trainable", self._parameters) | describe_plan(plan))
         self._pool, self._views[:] = None, []
         self._next_plan, self._observing, self._num_observed = None, self._observes, 0
+        self._asked_early = False
         self._install(plan)
 
     def _install(self, plan: Plan) -> None:
@@ -360,6 +362,11 @@ class PooledFlow(Flow):
     def _begin(self) -> None:
         if isinstance(self._pump, Pump):
             self._replanning.stood(self._pump.idle_s, self._opened_s - self._last_opened_s)
+        if self._asked_early:
+            self._asked_early = False
+            with self._breaking():
+                self._agree_on_observed_plan()
+            self._opened_s = self._recorder.clock()
         if self._next_plan is not None:
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
@@ -422,6 +429,8 @@ class PooledFlow(Flow):
         assert isinstance(self._pump, Pump) and self._pool is not None
         with self._breaking():
             self._pump.wait([self._pool.carrier])
+        # Ranks learn it at different moments, and one may wait for another meanwhile: they plan at the next step.
+        self._asked_early = self._pool.somebody_asks()
         self._conclude(self._pool.somebody_skipped())
 
     def catch_up(self) -> None:
