@@ -420,6 +420,25 @@ def gradients_replaced(training: Training) -> None:
             parameter.grad = parameter.grad.sign()
 
 
+def _data_of_gradients_replaced(set_to_none: bool, training: Training) -> None:
+    for step in range(STEPS):
+        training.optimizer.zero_grad(set_to_none)
+        with training.no_sync():
+            training.backward(100 + step)
+        training.backward(step)
+        for parameter in training.module.parameters():
+            parameter.grad.data = 0.5 * parameter.grad.data
+        training.optimizer.step()
+
+
+LOOPS |= {
+    f"data of gradients replaced, zeroed to {'None' if to_none else 'zeros'}": functools.partial(
+        _data_of_gradients_replaced, to_none
+    )
+    for to_none in (True, False)
+}
+
+
 @a_loop
 def gradients_replaced_unread(training: Training) -> None:
     for step in training.train(range(STEPS)):

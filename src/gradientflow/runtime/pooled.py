@@ -80,6 +80,7 @@ class PooledFlow(Flow):
         self._next_plan: Plan | None = None
         self._pool: Pool | None = None
         self._views: list[torch.Tensor] = []  # empty ones for sparse gradients
+        self._addresses: list[int] = []  # of those, in the pool
         self._handed: list[torch.Tensor] = []  # what `.grad` becomes: those, or what waits for them
         self._scales: list[torch.Tensor | float] = []
         self._messages_of: list[tuple[int, ...]] = []
@@ -214,6 +215,7 @@ class PooledFlow(Flow):
         self._plan_now = plan
         nothing = torch.empty(0)
         self._views[:] = [pool.views.get(name, nothing) for name in self._names]
+        self._addresses = [view.data_ptr() for view in self._views]
         self._handed[:] = self._views
         for name, gradient in living.items():
             pool.views[name].copy_(gradient)
@@ -360,6 +362,7 @@ class PooledFlow(Flow):
         return gradient.detach()
 
     def _begin(self) -> None:
+        self._bring_views_home()
         if isinstance(self._pump, Pump):
             self._replanning.stood(self._pump.idle_s, self._opened_s - self._last_opened_s)
         if self._asked_early:
@@ -371,6 +374,16 @@ class PooledFlow(Flow):
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
         self._pump.begin(self._step)
+
+    def _bring_views_home(self) -> None:
+        """`p.grad.data = values` has made another memory of a view: it becomes the pool's again, values and all."""
+        assert self._pool is not None
+        for name, view, address in zip(self._names, self._views, self._addresses, strict=True):
+            if view.data_ptr() != address:
+                values, parameter = view.data, self._parameters[name]
+                view.data = self._pool.place(name, parameter)
+                if parameter.grad is view:
+                    view.copy_(values)
 
     def _finish(self, missing: list[int], skipped: bool) -> bool | None:
         pool = self._pool
