@@ -408,6 +408,14 @@ def gradients_halved(training: Training) -> None:
 
 
 @a_loop
+def gradients_zeroed_and_written_in_one_line(training: Training) -> None:
+    for _ in training.train(range(STEPS)):
+        training.module.stem.weight.grad.zero_().add_(0.01)
+    training.module.head.weight.grad.zero_().add_(0.01)
+    training.note(training.module.head.weight.grad)
+
+
+@a_loop
 def one_gradient_halved(training: Training) -> None:
     for step in training.train(range(STEPS)):
         training.module.blocks[step % 3][1].weight.grad *= 0.5

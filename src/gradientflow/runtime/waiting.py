@@ -98,8 +98,8 @@ class UnfinishedGradient(torch.Tensor):
             later = [isinstance(gradient, cls) and gradient._zero_later() for gradient in gradients]
             if all(later):
                 return args[0]
-            args = ([gradient for gradient, seen_to in zip(gradients, later, strict=True) if not seen_to],)
-            func = foreach_zero_
+            if func is foreach_zero_:
+                args = ([gradient for gradient, seen_to in zip(gradients, later, strict=True) if not seen_to],)
         elif func in _NORM and not kwargs and (norms := _norms(*args)) is not None:
             return norms if func is foreach_norm else norms[0]
         elif func in _SCALE and not kwargs and _scaled_later(*args):
