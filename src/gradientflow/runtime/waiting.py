@@ -129,7 +129,9 @@ def _norms(of: Any, order: object = 2, *more: object) -> list[torch.Tensor] | No
 
 def _scaled_later(of: Any, factor: Any) -> bool:
     """Those that cannot be scaled later have been touched, and are scaled now."""
-    if not isinstance(factor, float | int) and not (type(factor) is torch.Tensor and factor.ndim == 0):
+    if type(factor) is torch.Tensor and factor.ndim == 0 and not factor.requires_grad:
+        factor = factor.clone()  # the user's may change before it is used
+    elif not isinstance(factor, float | int):
         return False
     gradients = of if isinstance(of, list | tuple) else [of]
     for gradient in gradients:
