@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,3 +123,33 @@ def test_gradients_are_scaled_as_they_would_have_been_at_once(recipe: str) -> No
 def test_any_use_of_gradients_is_right(recipe: str) -> None:
     for differences in run_ranks(2, looks_at_gradients, recipe):
         assert max(differences) < 1e-12, differences
+
+
+def goes_on_after_a_failure() -> None:
+    rank = dist.get_rank()
+    model = build("mlp", torch.float64, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    flow = gf.attach(model, optimizer, "dear:1KB-ring:4")
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loss_of(model, "mlp", rank, step, torch.float64)
+        if step == 8:
+            assert flow.plan.norms
+            handle = next(model.parameters()).register_hook(_fail)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            handle.remove()
+            continue
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    flow.close()
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    time.sleep(0.3)  # all messages but the last are done
+    raise ZeroDivisionError
+
+
+def test_a_lane_that_waits_for_the_others_ends_with_them() -> None:
+    run_ranks(2, goes_on_after_a_failure)  # which looks for threads left behind
