@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,7 +87,69 @@ def looks_at_gradients(recipe: str) -> list[float]:
     return differences
 
 
+def scales_gradients(recipe: str) -> float:
+    """By a factor that changes before it is applied; weights are then used inside a transform first."""
+    rank = dist.get_rank()
+    weights = []
+    for name in ("ddp", recipe):
+        model = build("mlp", torch.float64, seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        trained: nn.Module = DistributedDataParallel(model) if name == "ddp" else model
+        flow = None if name == "ddp" else gf.attach(model, optimizer, name)
+        factor = torch.tensor(2.0, dtype=torch.float64)
+        for step in range(12):
+            loss_of(trained, "mlp", rank, step, torch.float64).backward()
+            clip_grad_norm_(model.parameters(), 0.3)
+            for parameter in model.parameters():
+                parameter.grad.mul_(factor)
+            optimizer.step()
+            factor.mul_(0.7)
+            optimizer.zero_grad(set_to_none=False)
+            if step % 2:
+                torch.func.grad(lambda x, model=model: model(x).sum())(torch.ones(1, 64, dtype=torch.float64))
+        weights.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+        if flow is not None:
+            assert flow.plan.norms == recipe.startswith("dear")
+            flow.close()
+    return float((weights[0] - weights[1]).abs().max())
+
+
+@pytest.mark.parametrize("recipe", ["dear:60KB", "flow"])
+def test_gradients_are_scaled_as_they_would_have_been_at_once(recipe: str) -> None:
+    assert max(run_ranks(2, scales_gradients, recipe)) < 1e-12
+
+
 @pytest.mark.parametrize("recipe", ["dear:60KB", "flow"])
 def test_any_use_of_gradients_is_right(recipe: str) -> None:
     for differences in run_ranks(2, looks_at_gradients, recipe):
         assert max(differences) < 1e-12, differences
+
+
+def goes_on_after_a_failure() -> None:
+    rank = dist.get_rank()
+    model = build("mlp", torch.float64, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    flow = gf.attach(model, optimizer, "dear:1KB-ring:4")
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loss_of(model, "mlp", rank, step, torch.float64)
+        if step == 8:
+            assert flow.plan.norms
+            handle = next(model.parameters()).register_hook(_fail)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            handle.remove()
+            continue
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    flow.close()
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    time.sleep(0.3)  # all messages but the last are done
+    raise ZeroDivisionError
+
+
+def test_a_lane_that_waits_for_the_others_ends_with_them() -> None:
+    run_ranks(2, goes_on_after_a_failure)  # which looks for threads left behind

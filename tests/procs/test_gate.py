@@ -35,6 +35,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 import gradientflow as gf
+from gradientflow.runtime import replanning
 from gradientflow.runtime.pooled import in_order_of_registration
 from helpers import Script, run_ranks
 from models import (
@@ -407,6 +408,14 @@ def gradients_halved(training: Training) -> None:
 
 
 @a_loop
+def gradients_zeroed_and_written_in_one_line(training: Training) -> None:
+    for _ in training.train(range(STEPS)):
+        training.module.stem.weight.grad.zero_().add_(0.01)
+    training.module.head.weight.grad.zero_().add_(0.01)
+    training.note(training.module.head.weight.grad)
+
+
+@a_loop
 def one_gradient_halved(training: Training) -> None:
     for step in training.train(range(STEPS)):
         training.module.blocks[step % 3][1].weight.grad *= 0.5
@@ -417,6 +426,25 @@ def gradients_replaced(training: Training) -> None:
     for _ in training.train(range(STEPS)):
         for parameter in training.module.parameters():
             parameter.grad = parameter.grad.sign()
+
+
+def _data_of_gradients_replaced(set_to_none: bool, training: Training) -> None:
+    for step in range(STEPS):
+        training.optimizer.zero_grad(set_to_none)
+        with training.no_sync():
+            training.backward(100 + step)
+        training.backward(step)
+        for parameter in training.module.parameters():
+            parameter.grad.data = 0.5 * parameter.grad.data
+        training.optimizer.step()
+
+
+LOOPS |= {
+    f"data of gradients replaced, zeroed to {'None' if to_none else 'zeros'}": functools.partial(
+        _data_of_gradients_replaced, to_none
+    )
+    for to_none in (True, False)
+}
 
 
 @a_loop
@@ -1432,6 +1460,29 @@ def _with_argument(given: str, gate: bool | None) -> list[Any]:
     seen.append({name: tensor.clone() for name, tensor in module.state_dict().items()})
     flow.close()
     return seen
+
+
+def test_ranks_plan_anew_when_all_are_there() -> None:
+    """One rank learns what all ranks asked for before the others do, who meanwhile wait for it elsewhere."""
+    run_ranks(2, _planned_anew)
+
+
+def _planned_anew() -> None:
+    replanning.PATIENCE, replanning.STREAK = 3, 2
+    beside(DDP, (PLANNED, Method("dear:60KB")), clipped_for_a_while_and_looked_at_by_one_rank, lambda: build("cnn"))
+
+
+def clipped_for_a_while_and_looked_at_by_one_rank(training: Training) -> None:
+    for step in range(36):
+        training.optimizer.zero_grad()
+        training.backward(step)
+        if 8 <= step < 20:
+            nn.utils.clip_grad_value_(training.module.parameters(), 0.01)
+        training.optimizer.step()
+        if dist.get_rank() == 0:
+            evaluate(training)
+        if step % 2:  # else the next forward pass broadcasts buffers
+            dist.barrier()
 
 
 # - Ranks that are lost between backward and the next forward pass

@@ -67,7 +67,8 @@ def attach(
     nonfinite: what to do, on all ranks together, if an averaged gradient is inf or nan: "pass" it on as DDP
         does, "raise", or "skip" the step (no parameter has a gradient, so `optimizer.step()` changes nothing).
     gate: put `optimizer.step()` off, part by part, until the next forward pass needs its result, so that gradients
-        travel during forward too. None: if the recipe is made for it (flow, bytescheduler) and nothing forbids it.
+        travel during forward too. None: if the recipe is made for it (flow, bytescheduler, dear) and
+        nothing forbids it.
     deadline_s: how long any one wait for ranks that are alive may last; then `DeadlineError`. A rank that is
         dead, stopped, gone or elsewhere is named within ten seconds (`PeerError`).
     """

@@ -494,12 +494,13 @@ class Flow(ABC):
         self._done = mine
         self._step_ended()
         if somebody_skipped is not None:
+            with self._breaking():
+                self._settle()
             self._conclude(somebody_skipped)
 
     def _conclude(self, somebody_skipped: bool) -> None:
         """It is known what all ranks did: agree on what follows from it."""
         with self._breaking():
-            self._settle()
             offenders = compare_skips(self._exchange.control, self._done) if somebody_skipped else {}
         self._judge(offenders)
 

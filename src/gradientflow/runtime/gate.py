@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradientflow.errors import TrainingError
 from gradientflow.runtime.hooks import OriginalOnly
-from gradientflow.runtime.shares import Shares
+from gradientflow.runtime.shares import Shares, outside_transforms
 from gradientflow.runtime.waiting import Factor, Touched, UnfinishedGradient, make_pending, make_plain
 from gradientflow.trace import MAIN, Recorder, Span
 
@@ -281,7 +281,7 @@ class Gate:
 
     def _scale(self, index: int) -> None:
         for factor in self._factors.pop(index, ()):
-            self._views[index].mul_(factor)
+            outside_transforms(functools.partial(self._views[index].mul_, factor))
 
     def _zero_when_done(self, index: int) -> bool:
         """The user zeroes gradients after `step()`: the update still needs this one."""
@@ -331,7 +331,7 @@ class Gate:
                 parameter.grad = gradient
         self._unfinished.difference_update(indices)
         for index in self._zero_later.intersection(indices) if self._zero_later else ():
-            self._views[index].zero_()
+            outside_transforms(self._views[index].zero_)
             self._zero_later.discard(index)
         self._num_updated += 1
 

@@ -75,7 +75,7 @@ class Pool:
             device, dtype = key
             buffer.flat = old.flat if old and reused else torch.zeros(buffer.size, device=device, dtype=dtype)
         self._buffer_of = {name: buffer for buffer in self._buffers.values() for name in buffer.names}
-        self.views = {name: buffer.view(name, parameters[name]) for name, buffer in self._buffer_of.items()}
+        self.views = {name: self.place(name, parameters[name]) for name in self._buffer_of}
         carrier = self._buffer_of.get(last_tensor)
         if carrier is None:
             self.presence = torch.zeros(len(self._names) + 2)
@@ -87,6 +87,10 @@ class Pool:
     @property
     def nbytes(self) -> int:
         return sum(buffer.flat.nbytes for buffer in self._buffers.values())
+
+    def place(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """A new view of where the parameter's gradient lies."""
+        return self._buffer_of[name].view(name, parameter)
 
     def ranges(self, index: int, message: Message) -> list[torch.Tensor]:
         """Message `index` of the plan as flat ranges, neighbours joined."""

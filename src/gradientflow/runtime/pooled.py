@@ -73,12 +73,14 @@ class PooledFlow(Flow):
         self._cost: Cost | None = None
         self._num_observed = 0
         self._version = 0  # of the pool when backward had ended
+        self._asked_early = False  # for another plan, as was learnt when other ranks might be anywhere
 
         # - The plan, and what follows from it. Hooks hold on to the lists, so they are changed in place.
         self._observes = self._observing = observe
         self._next_plan: Plan | None = None
         self._pool: Pool | None = None
         self._views: list[torch.Tensor] = []  # empty ones for sparse gradients
+        self._addresses: list[int] = []  # of those, in the pool
         self._handed: list[torch.Tensor] = []  # what `.grad` becomes: those, or what waits for them
         self._scales: list[torch.Tensor | float] = []
         self._messages_of: list[tuple[int, ...]] = []
@@ -138,7 +140,7 @@ class PooledFlow(Flow):
             compare(self._exchange.control, describe_plan(plan))
         super().load_state_dict(state)
         if plan is not None:
-            self._observing = False
+            self._observing = self._asked_early = False
             self._next_plan = plan
 
     def _let_go(self) -> None:
@@ -199,6 +201,7 @@ class PooledFlow(Flow):
         compare(self._exchange.control, describe_tensors("trainable", self._parameters) | describe_plan(plan))
         self._pool, self._views[:] = None, []
         self._next_plan, self._observing, self._num_observed = None, self._observes, 0
+        self._asked_early = False
         self._install(plan)
 
     def _install(self, plan: Plan) -> None:
@@ -212,6 +215,7 @@ class PooledFlow(Flow):
         self._plan_now = plan
         nothing = torch.empty(0)
         self._views[:] = [pool.views.get(name, nothing) for name in self._names]
+        self._addresses = [view.data_ptr() for view in self._views]
         self._handed[:] = self._views
         for name, gradient in living.items():
             pool.views[name].copy_(gradient)
@@ -358,12 +362,28 @@ class PooledFlow(Flow):
         return gradient.detach()
 
     def _begin(self) -> None:
+        self._bring_views_home()
         if isinstance(self._pump, Pump):
             self._replanning.stood(self._pump.idle_s, self._opened_s - self._last_opened_s)
+        if self._asked_early:
+            self._asked_early = False
+            with self._breaking():
+                self._agree_on_observed_plan()
+            self._opened_s = self._recorder.clock()
         if self._next_plan is not None:
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
         self._pump.begin(self._step)
+
+    def _bring_views_home(self) -> None:
+        """`p.grad.data = values` has made another memory of a view: it becomes the pool's again, values and all."""
+        assert self._pool is not None
+        for name, view, address in zip(self._names, self._views, self._addresses, strict=True):
+            if view.data_ptr() != address:
+                values, parameter = view.data, self._parameters[name]
+                view.data = self._pool.place(name, parameter)
+                if parameter.grad is view:
+                    view.copy_(values)
 
     def _finish(self, missing: list[int], skipped: bool) -> bool | None:
         pool = self._pool
@@ -422,6 +442,8 @@ class PooledFlow(Flow):
         assert isinstance(self._pump, Pump) and self._pool is not None
         with self._breaking():
             self._pump.wait([self._pool.carrier])
+        # Ranks learn it at different moments, and one may wait for another meanwhile: they plan at the next step.
+        self._asked_early = self._pool.somebody_asks()
         self._conclude(self._pool.somebody_skipped())
 
     def catch_up(self) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from gradientflow.compress import Codec, Sum
-from gradientflow.errors import DeadlineError
+from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.exchange import Exchange
 from gradientflow.patterns import gather_of, scatter_of
 from gradientflow.plan import NATIVE, Plan
@@ -146,6 +146,8 @@ class Pump:
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
+        for lane in self._lanes:  # one may wait for another
+            lane.join()
 
     def _carry(self, number: int, lane: int) -> None:
         message, pattern = self._parts[number]
@@ -255,15 +257,19 @@ class _Lane:
     def wait(self, place: int, patience_s: float) -> None:
         """Until the message at this place of the queue has been carried."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._error is not None or self._next > place, patience_s):
+            if not self._changed.wait_for(lambda: self._will_not_come() or self._next > place, patience_s):
                 raise DeadlineError(f"lane {self.number} has not moved for {patience_s:g} s")
-        if self._error is not None:
-            raise self._error
+            if self._error is not None:
+                raise self._error
+            if self._next <= place:
+                raise TrainingError(f"lane {self.number} was closed")
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def join(self) -> None:
         # A lane stuck in a dead exchange ends with the process; everything else ends now.
         if self._thread is not None:
             self._thread.join(timeout=1.0)
@@ -277,6 +283,9 @@ class _Lane:
                     return
                 message = self._take()
             self._carry_taken(message)
+
+    def _will_not_come(self) -> bool:
+        return self._closed or self._error is not None
 
     def _may_work(self) -> bool:
         return not self._busy and not self._draining

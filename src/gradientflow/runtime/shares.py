@@ -11,6 +11,7 @@ all of them, a counter in a group, say, changes it in `step`; `Watch` sees that.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,16 +66,27 @@ class Shares:
             groups = [{**self._groups[number], "params": members[number]} for number in sorted(members)]
         double = _double(self._optimizer, groups, self._state)
         device = groups[0]["params"][0].device.type
-        if is_transforming() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
-            # A forward pass is around whose modes are none of the optimizer's business; threads have their own.
-            with ThreadPoolExecutor(1) as clean:
-                clean.submit(self._update, double).result()
+        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
+            _in_a_thread(functools.partial(self._update, double))
         else:
-            self._update(double)
+            outside_transforms(functools.partial(self._update, double))
 
     def _update(self, double: torch.optim.Optimizer) -> None:
         with torch.no_grad():
             self._step(double)
+
+
+def outside_transforms(call: Callable[[], object]) -> None:
+    if is_transforming():
+        _in_a_thread(call)
+    else:
+        call()
+
+
+def _in_a_thread(call: Callable[[], object]) -> None:
+    """A forward pass is around whose modes are none of the optimizer's business; threads have their own."""
+    with ThreadPoolExecutor(1) as clean:
+        clean.submit(call).result()
 
 
 class Watch:

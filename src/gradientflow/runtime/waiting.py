@@ -98,8 +98,8 @@ class UnfinishedGradient(torch.Tensor):
             later = [isinstance(gradient, cls) and gradient._zero_later() for gradient in gradients]
             if all(later):
                 return args[0]
-            args = ([gradient for gradient, seen_to in zip(gradients, later, strict=True) if not seen_to],)
-            func = foreach_zero_
+            if func is foreach_zero_:
+                args = ([gradient for gradient, seen_to in zip(gradients, later, strict=True) if not seen_to],)
         elif func in _NORM and not kwargs and (norms := _norms(*args)) is not None:
             return norms if func is foreach_norm else norms[0]
         elif func in _SCALE and not kwargs and _scaled_later(*args):
@@ -129,7 +129,9 @@ def _norms(of: Any, order: object = 2, *more: object) -> list[torch.Tensor] | No
 
 def _scaled_later(of: Any, factor: Any) -> bool:
     """Those that cannot be scaled later have been touched, and are scaled now."""
-    if not isinstance(factor, float | int) and not (type(factor) is torch.Tensor and factor.ndim == 0):
+    if type(factor) is torch.Tensor and factor.ndim == 0 and not factor.requires_grad:
+        factor = factor.clone()  # the user's may change before it is used
+    elif not isinstance(factor, float | int):
         return False
     gradients = of if isinstance(of, list | tuple) else [of]
     for gradient in gradients:
