@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,6 +125,29 @@ def test_many_messages_in_a_row_keep_their_order() -> None:
 
     for found in on_ranks(4, work, {name: ALL_REDUCES[name](4) for name in ("ring", "doubling", "star")}):
         assert found == [10.0 * number for number in range(200)]
+
+
+def test_strangers_at_the_port_hold_nobody_up() -> None:
+    """They say nothing and stay: before the ranks call, and in greater number than there is time for one by one."""
+    store = dist.HashStore()
+    strangers_are_there = threading.Barrier(2)
+
+    def rank_does(rank: int) -> float:
+        control = Control(store, rank, 2, 20.0, NoHealth())  # type: ignore[arg-type]
+        links = Links("127.0.0.1", control, rank, 20.0)
+        with contextlib.ExitStack() as stack:
+            if rank == 1:
+                where = ("127.0.0.1", links._server.getsockname()[1])
+                for _ in range(40):
+                    stack.enter_context(socket.create_connection(where, timeout=20.0))
+            strangers_are_there.wait(20)
+            began_s = time.monotonic()
+            links.connect({1 - rank}, num_lanes=2)
+            links.close()
+            return time.monotonic() - began_s
+
+    with ThreadPoolExecutor(2) as pool:
+        assert max(pool.map(rank_does, range(2), timeout=60)) < 10.0
 
 
 def test_who_waits_in_vain_looks_up_and_may_stop() -> None:

@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterable
 
 from gradientflow.documents import Record
 from gradientflow.errors import DeadlineError
+from gradientflow.exchange.callers import Callers
 from gradientflow.exchange.control import Control
+from gradientflow.exchange.health import LOOK_S
 
 #: What the system may hold of a connection's bytes before they are on the wire: about a millisecond at 1 Gbit/s. More
 #: would stand in the way of a lane that goes first. What is on the wire and not acknowledged does not count.
@@ -256,33 +258,22 @@ class Links:
     def _answer_calls(self, callers: set[int], num_lanes: int) -> None:
         missing = {(lane, peer) for peer in callers for lane in range(num_lanes)}
         end_s = time.monotonic() + self._deadline_s
-        while missing:
-            self._server.settimeout(max(0.001, end_s - time.monotonic()))
-            try:
-                connection, _ = self._server.accept()
-            except TimeoutError:
-                late = tuple(sorted({peer for _, peer in missing}))
-                raise DeadlineError(
-                    f"rank {self._rank} waited {self._deadline_s:g} s for a connection from rank "
-                    f"{', '.join(map(str, late))}",
-                    late,
-                ) from None
-            said, peer, lane = _greeting(connection, 1.0)
-            if said != self._token or (lane, peer) not in missing:
-                connection.close()  # not one of us
-                continue
-            missing.remove((lane, peer))
-            self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
 
+        def is_missing(words: bytes) -> bool:
+            token, peer, lane = _HELLO.unpack(words)
+            return token == self._token and (lane, peer) in missing
 
-def _greeting(connection: socket.socket, patience_s: float) -> tuple[bytes, int, int]:
-    """What a caller says first; a short or late one is no greeting at all."""
-    connection.settimeout(patience_s)
-    words = b""
-    with contextlib.suppress(OSError):
-        while len(words) < _HELLO.size and (more := connection.recv(_HELLO.size - len(words))):
-            words += more
-    if len(words) < _HELLO.size:
-        return b"", -1, -1
-    token, peer, lane = _HELLO.unpack(words)
-    return token, peer, lane
+        with Callers(self._server, _HELLO.size, is_missing) as callers:
+            while missing:
+                found = callers.next_within(min(LOOK_S, max(0.0, end_s - time.monotonic())))
+                if found is not None:
+                    connection, (_, peer, lane) = found[0], _HELLO.unpack(found[1])
+                    missing.remove((lane, peer))
+                    self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
+                elif time.monotonic() >= end_s:
+                    late = tuple(sorted({peer for _, peer in missing}))
+                    raise DeadlineError(
+                        f"rank {self._rank} waited {self._deadline_s:g} s for a connection from rank "
+                        f"{', '.join(map(str, late))}",
+                        late,
+                    )
