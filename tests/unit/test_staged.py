@@ -44,7 +44,7 @@ def on_ranks(world: int, work: Callable[[Staged, int], object], patterns: dict[s
     store = dist.HashStore()
 
     def rank_does(rank: int) -> object:
-        control = Control(store, rank, world, 20.0, NoHealth())  # type: ignore[arg-type]
+        control = Control(store, rank, tuple(range(world)), 20.0, NoHealth())  # type: ignore[arg-type]
         links = Links("127.0.0.1", control, rank, 20.0)
         links.connect({peer for pattern in patterns.values() for peer in peers_of(pattern, rank)}, num_lanes=2)
         staged = Staged(links, patterns, rank, num_lanes=2)
@@ -133,7 +133,7 @@ def test_strangers_at_the_port_hold_nobody_up() -> None:
     strangers_are_there = threading.Barrier(2)
 
     def rank_does(rank: int) -> float:
-        control = Control(store, rank, 2, 20.0, NoHealth())  # type: ignore[arg-type]
+        control = Control(store, rank, (0, 1), 20.0, NoHealth())  # type: ignore[arg-type]
         links = Links("127.0.0.1", control, rank, 20.0)
         with contextlib.ExitStack() as stack:
             if rank == 1:

@@ -30,7 +30,7 @@ class Callers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for connection, _ in self._listened_to.values():
             connection.close()
         self._listened_to.clear()

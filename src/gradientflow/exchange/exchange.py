@@ -95,13 +95,14 @@ class Exchange:
         beacons = dist.PrefixStore("beacons", self._store)
         self.health: Health = Health(beacons, self.rank, self.members, deadline_s, known)
         control = dist.PrefixStore("control", self._store)
-        self.control = Control(control, self.rank, self.world, deadline_s, self.health)
+        self.control = Control(control, self.rank, self.members, deadline_s, self.health)
         self._groups, self._staged = Groups.none(), Staged.none()
         self._sums: Groups | Mpi = self._groups
         try:
             self._meet("meet the other ranks again after a failure" if previous else "meet the other ranks")
-        except BaseException:
-            self.health.end("gave up meeting the other ranks")
+        except BaseException as error:
+            culprits = error.ranks if isinstance(error, TrainingError) else ()
+            self.health.end(f"gave up meeting the other ranks: {error or type(error).__name__}", culprits)
             raise
 
     def _meet(self, purpose: str) -> None:

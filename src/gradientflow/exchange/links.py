@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from gradientflow.documents import Record
-from gradientflow.errors import DeadlineError
+from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.exchange.callers import Callers
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.health import LOOK_S
@@ -32,6 +32,8 @@ from gradientflow.exchange.health import LOOK_S
 UNSENT_NBYTES = 128 * 1024
 #: A lane that has not moved for so long waits for another rank, and holds nobody up.
 STILL_S = 8e-3
+#: Try again to reach a rank that has not answered for so long.
+TRY_S = 5.0
 #: Wake up for no less, while more than that is to come.
 GULP_NBYTES = 64 * 1024
 _HELLO = struct.Struct("<16sII")
@@ -68,13 +70,16 @@ class RightOfWay:
 
 
 class Wire:
-    """A connection that never blocks: what is to be sent and what is expected, each first in, first out."""
+    """A connection that never blocks: what is to be sent and what is expected, each first in, first out.
 
-    def __init__(self, connection: socket.socket, peer: int, lane: int, right_of_way: RightOfWay) -> None:
+    name: of the rank at its other end, as the whole job calls it.
+    """
+
+    def __init__(self, connection: socket.socket, name: int, lane: int, right_of_way: RightOfWay) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
-        self._socket, self.peer = connection, peer
+        self._socket, self._name = connection, name
         self._lane, self._right_of_way = lane, right_of_way
         self._outgoing: deque[memoryview] = deque()
         self._expected: deque[memoryview] = deque()
@@ -158,7 +163,7 @@ class Wire:
                 return
             self._right_of_way.moved(self._lane)
             if not found:
-                raise ConnectionResetError(f"rank {self.peer} closed the connection")
+                raise ConnectionResetError(f"rank {self._name} closed the connection")
             if found < len(piece):
                 queue[0] = piece[found:]
             else:
@@ -193,7 +198,11 @@ class Links:
     def __init__(self, address: str, control: Control, rank: int, deadline_s: float) -> None:
         self._control, self._rank, self._deadline_s = control, rank, deadline_s
         self._wires: dict[tuple[int, int], Wire] = {}
-        self._server = socket.create_server((address, 0), backlog=1024)
+        self._name = control.members[rank]
+        try:
+            self._server = socket.create_server((address, 0), backlog=1024)
+        except OSError as error:
+            raise TrainingError(f"rank {self._name} cannot listen at {address}: {error}", (self._name,)) from error
         self._token = secrets.token_bytes(16)
         own = Endpoint(address=address, port=self._server.getsockname()[1], token=self._token.hex())
         try:
@@ -242,38 +251,57 @@ class Links:
             wire.close()
 
     def _call(self, peer: int, num_lanes: int) -> None:
-        there = self._endpoints[peer]
+        there, name = self._endpoints[peer], self._control.members[peer]
         for lane in range(num_lanes):
             try:
-                connection = socket.create_connection((there.address, there.port), timeout=self._deadline_s)
+                with self._control.waiting_to(f"reach rank {name} at {there.address}") as look:
+                    connection = _connection(there, self._deadline_s, look)
+                self._wires[lane, peer] = Wire(connection, name, lane, self.right_of_way)
+                # Nothing is in its way yet: so few bytes go at once.
+                connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
             except OSError as error:
                 raise DeadlineError(
-                    f"rank {self._rank} cannot reach rank {peer} at {there.address} ({error}): set GLOO_SOCKET_IFNAME "
+                    f"rank {self._name} cannot reach rank {name} at {there.address} ({error}): set GLOO_SOCKET_IFNAME "
                     "to the interface that leads to the other machines",
-                    (peer,),
+                    (name,),
                 ) from error
-            connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
-            self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
 
-    def _answer_calls(self, callers: set[int], num_lanes: int) -> None:
-        missing = {(lane, peer) for peer in callers for lane in range(num_lanes)}
+    def _answer_calls(self, peers: set[int], num_lanes: int) -> None:
+        missing = {(lane, peer) for peer in peers for lane in range(num_lanes)}
         end_s = time.monotonic() + self._deadline_s
 
         def is_missing(words: bytes) -> bool:
             token, peer, lane = _HELLO.unpack(words)
             return token == self._token and (lane, peer) in missing
 
-        with Callers(self._server, _HELLO.size, is_missing) as callers:
+        with (
+            Callers(self._server, _HELLO.size, is_missing) as callers,
+            self._control.waiting_to("be reached by the other ranks") as look,
+        ):
             while missing:
                 found = callers.next_within(min(LOOK_S, max(0.0, end_s - time.monotonic())))
                 if found is not None:
                     connection, (_, peer, lane) = found[0], _HELLO.unpack(found[1])
                     missing.remove((lane, peer))
-                    self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
+                    self._wires[lane, peer] = Wire(connection, self._control.members[peer], lane, self.right_of_way)
                 elif time.monotonic() >= end_s:
-                    late = tuple(sorted({peer for _, peer in missing}))
+                    late = tuple(sorted({self._control.members[peer] for _, peer in missing}))
                     raise DeadlineError(
-                        f"rank {self._rank} waited {self._deadline_s:g} s for a connection from rank "
+                        f"rank {self._name} waited {self._deadline_s:g} s for a connection from rank "
                         f"{', '.join(map(str, late))}",
                         late,
                     )
+                else:
+                    look()
+
+
+def _connection(there: Endpoint, deadline_s: float, look: Callable[[], None]) -> socket.socket:
+    end_s = time.monotonic() + deadline_s
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            return socket.create_connection((there.address, there.port), timeout=max(0.1, min(TRY_S, left_s)))
+        except TimeoutError:
+            if left_s <= TRY_S:
+                raise
+            look()
