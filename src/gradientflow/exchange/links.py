@@ -26,6 +26,7 @@ from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.exchange.callers import Callers
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.health import LOOK_S
+from gradientflow.exchange.reach import family_of
 
 #: What the system may hold of a connection's bytes before they are on the wire: about a millisecond at 1 Gbit/s. More
 #: would stand in the way of a lane that goes first. What is on the wire and not acknowledged does not count.
@@ -200,7 +201,7 @@ class Links:
         self._wires: dict[tuple[int, int], Wire] = {}
         self._name = control.members[rank]
         try:
-            self._server = socket.create_server((address, 0), backlog=1024)
+            self._server = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         except OSError as error:
             raise TrainingError(f"rank {self._name} cannot listen at {address}: {error}", (self._name,)) from error
         self._token = secrets.token_bytes(16)

@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 from gradientflow.exchange.callers import Callers
+from gradientflow.exchange.reach import family_of
 
 CHUNK_NBYTES = 2**20
 #: Of the start that does not count: slow start, and what a shaped link lets through at once.
@@ -29,7 +30,7 @@ class Receiver:
     """Listens from the moment it is made; `receive` once."""
 
     def __init__(self, address: str) -> None:
-        self._server = socket.create_server((address, 0))
+        self._server = socket.create_server((address, 0), family=family_of(address))
         self.port: int = self._server.getsockname()[1]
         self.token = secrets.randbits(62)
 
