@@ -409,13 +409,36 @@ def test_a_rank_that_cannot_be_reached_is_called_on_all_ranks_as_the_whole_job_c
         assert ranks == (2,) and waited_s < LIMIT_S, outcome
 
 
+def _no_route(*_: object) -> None:
+    raise OSError("No route to host")
+
+
 def _cannot_be_reached() -> tuple[str, tuple[int, ...], float] | None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return None
-
-    def no_route(*_: object) -> None:
-        raise OSError("No route to host")
-
-    links._connection = no_route
+    links._connection = _no_route
     return told(lambda: Loop("attach", recipe="wfbp-ring", process_group=group, deadline_s=60.0), gf.TrainingError)
+
+
+def test_ranks_that_met_again_in_vain_can_meet_once_more() -> None:
+    weights = run_ranks(2, _meets_in_vain)
+    assert weights[0] == weights[1]
+
+
+def _meets_in_vain() -> list[float]:
+    loop = Loop("attach", module=Trapped(), recipe="wfbp-ring", deadline_s=15.0)
+    loop.step(0)
+    Trap.armed = dist.get_rank() == 1
+    with pytest.raises((ZeroDivisionError, gf.PeerError)):
+        loop.step(1)
+    Trap.armed = False
+    connects, links._connection = links._connection, _no_route
+    with pytest.raises(gf.TrainingError, match="rank 0 cannot reach rank 1"):
+        loop.step(2)
+    links._connection = connects
+    for number in range(3, 5):
+        loop.step(number)
+    weights = loop.weights()
+    loop.flow.close()
+    return weights

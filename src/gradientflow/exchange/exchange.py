@@ -88,7 +88,9 @@ class Exchange:
         self._group, self._device, self._address, self._over_mpi = group, device, address, mpi
         self._abandoned = False
         self._num_broadcasts = 0
-        self._store: dist.Store = dist.PrefixStore("again", previous._store) if previous else store_beside(group)
+        #: How often its members have met again, whatever came of it: where they met, things lie about.
+        self._num_meetings = 0
+        self._store: dist.Store = previous._another_corner() if previous else store_beside(group)
         known: tuple[Process, ...] = previous.health.processes if previous else ()
         #: The ranks of the group as the whole job counts them.
         self.members = tuple(dist.get_process_group_ranks(group))
@@ -99,15 +101,21 @@ class Exchange:
         self._groups, self._staged = Groups.none(), Staged.none()
         self._sums: Groups | Mpi = self._groups
         try:
-            self._meet("meet the other ranks again after a failure" if previous else "meet the other ranks")
+            self._meet(previous)
         except BaseException as error:
             culprits = error.ranks if isinstance(error, TrainingError) else ()
             self.health.end(f"gave up meeting the other ranks: {error or type(error).__name__}", culprits)
             raise
 
-    def _meet(self, purpose: str) -> None:
+    def _another_corner(self) -> dist.Store:
+        return dist.PrefixStore(f"again/{self._num_meetings}", self._store)
+
+    def _meet(self, previous: Exchange | None) -> None:
         self.health.announce()
+        purpose = "meet the other ranks again after a failure" if previous else "meet the other ranks"
         texts = self.control.gather(Process.this().model_dump_json(), purpose)
+        if previous:
+            previous._num_meetings += 1
         if self.world > 1:
             # Gloo's own time limit is a backstop: our waits end earlier, and with names.
             limit_s = self.deadline_s + 30
