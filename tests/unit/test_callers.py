@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from gradientflow.exchange import callers
 from gradientflow.exchange.callers import Callers
+from gradientflow.probe.stream import Receiver, send
 
 WORDS = b"from rank 1"
 
@@ -70,6 +72,16 @@ def test_words_may_come_one_by_one(server: socket.socket) -> None:
         caller = found.next_within(20.0)
         assert caller is not None and caller[1] == WORDS
         caller[0].close()
+
+
+def test_a_silent_stranger_does_not_use_up_the_time_of_a_stream() -> None:
+    receiver = Receiver("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", receiver.port), timeout=20.0), ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send, "127.0.0.1", receiver.port, receiver.token, 0.2, 20.0)
+        began_s = time.monotonic()
+        assert receiver.receive(0.2, 10.0) is not None
+        assert time.monotonic() - began_s < 5.0
+        sending.result(20.0)
 
 
 def test_nobody_comes_in_time_however_many_others_do(server: socket.socket) -> None:
