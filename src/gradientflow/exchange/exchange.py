@@ -183,8 +183,9 @@ class Exchange:
         # To look at it would make an accelerator wait.
         if self._device.type == "cpu" and (found := Stamp(*theirs.tolist())) != stamp:
             raise DisagreementError(
-                f"rank {self.rank} is at {stamp} and got what rank {source} sent at {found}: one of them made a "
-                "forward pass that the other did not (to evaluate on one rank, call the unwrapped module)"
+                f"rank {self.global_rank} is at {stamp} and got what rank {self.members[source]} sent at {found}: one "
+                "of them made a forward pass that the other did not (to evaluate on one rank, call the unwrapped "
+                "module)"
             )
 
     def abandon(self, words: str, culprits: tuple[int, ...] = ()) -> None:
