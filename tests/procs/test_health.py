@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradientflow as gf
+from gradientflow.exchange import links
 from helpers import run_ranks
 
 LIMIT_S = 10.0
@@ -384,3 +385,60 @@ def _meets_alone() -> tuple[str, tuple[int, ...], float]:
     found = told(lambda: other(batch(1)) if dist.get_rank() == 0 else loop.step(1))
     loop.flow.close()
     return found
+
+
+# - While connections of our own are made
+
+
+def test_a_rank_that_dies_before_it_calls_the_others_is_named_at_once() -> None:
+    for outcome in run_ranks(3, _dies_before_it_calls, lost=(0,))[1:]:
+        words, ranks, waited_s = outcome
+        assert "rank 0 is dead" in words and ranks == (0,) and waited_s < LIMIT_S, outcome
+
+
+def _dies_before_it_calls() -> tuple[str, tuple[int, ...], float]:
+    if dist.get_rank() == 0:
+        links._connection = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return told(lambda: Loop("attach", recipe="wfbp-ring", deadline_s=60.0))
+
+
+def test_a_rank_that_cannot_be_reached_is_called_on_all_ranks_as_the_whole_job_calls_it() -> None:
+    for outcome in run_ranks(3, _cannot_be_reached)[1:]:
+        words, ranks, waited_s = outcome
+        assert "rank 1 cannot reach rank 2 at 127.0.0.1 (No route to host)" in words, outcome
+        assert ranks == (2,) and waited_s < LIMIT_S, outcome
+
+
+def _no_route(*_: object) -> None:
+    raise OSError("No route to host")
+
+
+def _cannot_be_reached() -> tuple[str, tuple[int, ...], float] | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    links._connection = _no_route
+    return told(lambda: Loop("attach", recipe="wfbp-ring", process_group=group, deadline_s=60.0), gf.TrainingError)
+
+
+def test_ranks_that_met_again_in_vain_can_meet_once_more() -> None:
+    weights = run_ranks(2, _meets_in_vain)
+    assert weights[0] == weights[1]
+
+
+def _meets_in_vain() -> list[float]:
+    loop = Loop("attach", module=Trapped(), recipe="wfbp-ring", deadline_s=15.0)
+    loop.step(0)
+    Trap.armed = dist.get_rank() == 1
+    with pytest.raises((ZeroDivisionError, gf.PeerError)):
+        loop.step(1)
+    Trap.armed = False
+    connects, links._connection = links._connection, _no_route
+    with pytest.raises(gf.TrainingError, match="rank 0 cannot reach rank 1"):
+        loop.step(2)
+    links._connection = connects
+    for number in range(3, 5):
+        loop.step(number)
+    weights = loop.weights()
+    loop.flow.close()
+    return weights

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from gradientflow.errors import DeadlineError
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.links import GULP_NBYTES, Links
+from gradientflow.exchange.reach import LOOPBACK, way_to_others
 from gradientflow.exchange.staged import PIECE_NBYTES, Staged, owned, peers_of
 from gradientflow.patterns import ALL_REDUCES, Pattern, ring_all_gather, ring_reduce_scatter, two_level
 
@@ -36,13 +41,15 @@ class NoHealth:
 def look() -> None: ...
 
 
-def on_ranks(world: int, work: Callable[[Staged, int], object], patterns: dict[str, Pattern]) -> list[object]:
+def on_ranks(
+    world: int, work: Callable[[Staged, int], object], patterns: dict[str, Pattern], address: str = LOOPBACK
+) -> list[object]:
     """What `work` returns on each rank."""
     store = dist.HashStore()
 
     def rank_does(rank: int) -> object:
-        control = Control(store, rank, world, 20.0, NoHealth())  # type: ignore[arg-type]
-        links = Links("127.0.0.1", control, rank, 20.0)
+        control = Control(store, rank, tuple(range(world)), 20.0, NoHealth())  # type: ignore[arg-type]
+        links = Links(address, control, rank, 20.0)
         links.connect({peer for pattern in patterns.values() for peer in peers_of(pattern, rank)}, num_lanes=2)
         staged = Staged(links, patterns, rank, num_lanes=2)
         try:
@@ -122,6 +129,42 @@ def test_many_messages_in_a_row_keep_their_order() -> None:
 
     for found in on_ranks(4, work, {name: ALL_REDUCES[name](4) for name in ("ring", "doubling", "star")}):
         assert found == [10.0 * number for number in range(200)]
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_hosts_that_have_ipv6_alone() -> None:
+    address = way_to_others({"MASTER_ADDR": "::1"}).address
+    assert address == "::1"
+
+    def work(staged: Staged, rank: int) -> list[float]:
+        values = torch.full((3,), rank + 1.0)
+        staged.run("ring", values, 0, look, 1.0)
+        return list(values.tolist())
+
+    assert on_ranks(2, work, {"ring": ALL_REDUCES["ring"](2)}, address) == [[3.0] * 3] * 2
+
+
+def test_strangers_at_the_port_hold_nobody_up() -> None:
+    """They say nothing and stay: before the ranks call, and in greater number than there is time for one by one."""
+    store = dist.HashStore()
+    strangers_are_there = threading.Barrier(2)
+
+    def rank_does(rank: int) -> float:
+        control = Control(store, rank, (0, 1), 20.0, NoHealth())  # type: ignore[arg-type]
+        links = Links(LOOPBACK, control, rank, 20.0)
+        with contextlib.ExitStack() as stack:
+            if rank == 1:
+                where = (LOOPBACK, links._server.getsockname()[1])
+                for _ in range(40):
+                    stack.enter_context(socket.create_connection(where, timeout=20.0))
+            strangers_are_there.wait(20)
+            began_s = time.monotonic()
+            links.connect({1 - rank}, num_lanes=2)
+            links.close()
+            return time.monotonic() - began_s
+
+    with ThreadPoolExecutor(2) as pool:
+        assert max(pool.map(rank_does, range(2), timeout=60)) < 10.0
 
 
 def test_who_waits_in_vain_looks_up_and_may_stop() -> None:

@@ -6,7 +6,9 @@ ranks.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -15,24 +17,38 @@ from gradientflow.exchange.health import LOOK_S, Health
 
 
 class Control:
-    """Collective calls over `store`; every rank makes the same ones in the same order."""
+    """Collective calls over `store`; every rank makes the same ones in the same order.
 
-    def __init__(self, store: dist.Store, rank: int, world: int, deadline_s: float, health: Health) -> None:
+    members: the ranks of the group in the whole job, by their rank in the group."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, members: tuple[int, ...], deadline_s: float, health: Health
+    ) -> None:
         self._store = store
         self._rank = rank
-        self._world = world
+        self.members = members
         self._deadline_s = deadline_s
         self._health = health
         self._round = 0
 
     def gather(self, text: str, purpose: str) -> list[str]:
         """Everybody's `text`, by rank."""
-        keys = self._say(text, range(self._world))
+        keys = self._say(text, range(len(self.members)))
         return self._hear(keys, purpose)
 
     def from_rank(self, rank: int, text: str, purpose: str) -> str:
         """That rank's `text`, on every rank."""
         return self._hear(self._say(text, [rank]), purpose)[0]
+
+    @contextlib.contextmanager
+    def waiting_to(self, purpose: str) -> Iterator[Callable[[], None]]:
+        """For a wait outside the store, between two calls here. What it gives raises if the wait is vain, and is to be
+        called now and then."""
+        self._health.enter("agreement", self._round, purpose)
+        try:
+            yield lambda: self._health.check(deadline=False)
+        finally:
+            self._health.leave()
 
     def _say(self, text: str, speakers: range | list[int]) -> dict[int, str]:
         self._round += 1
@@ -66,9 +82,9 @@ class Control:
             pause_s = min(2 * pause_s, 0.05)
 
     def _too_late(self, keys: dict[int, str], purpose: str) -> DeadlineError:
-        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+        missing = [self.members[rank] for rank, key in keys.items() if not self._store.check([key])]
         return DeadlineError(
-            f"rank {self._rank} waited {self._deadline_s:g} s to {purpose}; nothing came from rank "
+            f"rank {self.members[self._rank]} waited {self._deadline_s:g} s to {purpose}; nothing came from rank "
             f"{', '.join(map(str, missing)) or 'somebody'}: did it get there, and does it run the same script?",
             tuple(missing),
         )

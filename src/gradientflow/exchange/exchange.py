@@ -89,25 +89,34 @@ class Exchange:
         self._group, self._device, self._address, self._over_mpi = group, device, address, mpi
         self._abandoned = False
         self._num_broadcasts = 0
-        self._store: dist.Store = dist.PrefixStore("again", previous._store) if previous else store_beside(group)
+        #: How often its members have met again, whatever came of it: where they met, things lie about.
+        self._num_meetings = 0
+        self._store: dist.Store = previous._another_corner() if previous else store_beside(group)
         known: tuple[Process, ...] = previous.health.processes if previous else ()
         #: The ranks of the group as the whole job counts them.
         self.members = tuple(dist.get_process_group_ranks(group))
         beacons = dist.PrefixStore("beacons", self._store)
         self.health: Health = Health(beacons, self.rank, self.members, deadline_s, known)
         control = dist.PrefixStore("control", self._store)
-        self.control = Control(control, self.rank, self.world, deadline_s, self.health)
+        self.control = Control(control, self.rank, self.members, deadline_s, self.health)
         self._groups, self._staged = Groups.none(), Staged.none()
         self._sums: Groups | Mpi = self._groups
         try:
-            self._meet("meet the other ranks again after a failure" if previous else "meet the other ranks")
-        except BaseException:
-            self.health.end("gave up meeting the other ranks")
+            self._meet(previous)
+        except BaseException as error:
+            culprits = error.ranks if isinstance(error, TrainingError) else ()
+            self.health.end(f"gave up meeting the other ranks: {error or type(error).__name__}", culprits)
             raise
 
-    def _meet(self, purpose: str) -> None:
+    def _another_corner(self) -> dist.Store:
+        return dist.PrefixStore(f"again/{self._num_meetings}", self._store)
+
+    def _meet(self, previous: Exchange | None) -> None:
         self.health.announce()
+        purpose = "meet the other ranks again after a failure" if previous else "meet the other ranks"
         texts = self.control.gather(Process.this().model_dump_json(), purpose)
+        if previous:
+            previous._num_meetings += 1
         if self.world > 1:
             # Gloo's own time limit is a backstop: our waits end earlier, and with names.
             limit_s = self.deadline_s + 30
@@ -179,8 +188,9 @@ class Exchange:
         # To look at it would make an accelerator wait.
         if self._device.type == "cpu" and (found := Stamp(*theirs.tolist())) != stamp:
             raise DisagreementError(
-                f"rank {self.rank} is at {stamp} and got what rank {source} sent at {found}: one of them made a "
-                "forward pass that the other did not (to evaluate on one rank, call the unwrapped module)"
+                f"rank {self.global_rank} is at {stamp} and got what rank {self.members[source]} sent at {found}: one "
+                "of them made a forward pass that the other did not (to evaluate on one rank, call the unwrapped "
+                "module)"
             )
 
     def abandon(self, words: str, culprits: tuple[int, ...] = ()) -> None:

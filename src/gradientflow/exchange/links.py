@@ -22,14 +22,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from gradientflow.documents import Record
-from gradientflow.errors import DeadlineError
+from gradientflow.errors import DeadlineError, TrainingError
+from gradientflow.exchange.callers import Callers
 from gradientflow.exchange.control import Control
+from gradientflow.exchange.health import LOOK_S
+from gradientflow.exchange.reach import family_of
 
 #: What the system may hold of a connection's bytes before they are on the wire: about a millisecond at 1 Gbit/s. More
 #: would stand in the way of a lane that goes first. What is on the wire and not acknowledged does not count.
 UNSENT_NBYTES = 128 * 1024
 #: A lane that has not moved for so long waits for another rank, and holds nobody up.
 STILL_S = 8e-3
+#: Try again to reach a rank that has not answered for so long.
+TRY_S = 5.0
 #: Wake up for no less, while more than that is to come.
 GULP_NBYTES = 64 * 1024
 _HELLO = struct.Struct("<16sII")
@@ -66,13 +71,16 @@ class RightOfWay:
 
 
 class Wire:
-    """A connection that never blocks: what is to be sent and what is expected, each first in, first out."""
+    """A connection that never blocks: what is to be sent and what is expected, each first in, first out.
 
-    def __init__(self, connection: socket.socket, peer: int, lane: int, right_of_way: RightOfWay) -> None:
+    name: of the rank at its other end, as the whole job calls it.
+    """
+
+    def __init__(self, connection: socket.socket, name: int, lane: int, right_of_way: RightOfWay) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
-        self._socket, self.peer = connection, peer
+        self._socket, self._name = connection, name
         self._lane, self._right_of_way = lane, right_of_way
         self._outgoing: deque[memoryview] = deque()
         self._expected: deque[memoryview] = deque()
@@ -156,7 +164,7 @@ class Wire:
                 return
             self._right_of_way.moved(self._lane)
             if not found:
-                raise ConnectionResetError(f"rank {self.peer} closed the connection")
+                raise ConnectionResetError(f"rank {self._name} closed the connection")
             if found < len(piece):
                 queue[0] = piece[found:]
             else:
@@ -191,7 +199,11 @@ class Links:
     def __init__(self, address: str, control: Control, rank: int, deadline_s: float) -> None:
         self._control, self._rank, self._deadline_s = control, rank, deadline_s
         self._wires: dict[tuple[int, int], Wire] = {}
-        self._server = socket.create_server((address, 0), backlog=1024)
+        self._name = control.members[rank]
+        try:
+            self._server = socket.create_server((address, 0), family=family_of(address), backlog=1024)
+        except OSError as error:
+            raise TrainingError(f"rank {self._name} cannot listen at {address}: {error}", (self._name,)) from error
         self._token = secrets.token_bytes(16)
         own = Endpoint(address=address, port=self._server.getsockname()[1], token=self._token.hex())
         try:
@@ -240,49 +252,57 @@ class Links:
             wire.close()
 
     def _call(self, peer: int, num_lanes: int) -> None:
-        there = self._endpoints[peer]
+        there, name = self._endpoints[peer], self._control.members[peer]
         for lane in range(num_lanes):
             try:
-                connection = socket.create_connection((there.address, there.port), timeout=self._deadline_s)
+                with self._control.waiting_to(f"reach rank {name} at {there.address}") as look:
+                    connection = _connection(there, self._deadline_s, look)
+                self._wires[lane, peer] = Wire(connection, name, lane, self.right_of_way)
+                # Nothing is in its way yet: so few bytes go at once.
+                connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
             except OSError as error:
                 raise DeadlineError(
-                    f"rank {self._rank} cannot reach rank {peer} at {there.address} ({error}): set GLOO_SOCKET_IFNAME "
+                    f"rank {self._name} cannot reach rank {name} at {there.address} ({error}): set GLOO_SOCKET_IFNAME "
                     "to the interface that leads to the other machines",
-                    (peer,),
+                    (name,),
                 ) from error
-            connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
-            self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
 
-    def _answer_calls(self, callers: set[int], num_lanes: int) -> None:
-        missing = {(lane, peer) for peer in callers for lane in range(num_lanes)}
+    def _answer_calls(self, peers: set[int], num_lanes: int) -> None:
+        missing = {(lane, peer) for peer in peers for lane in range(num_lanes)}
         end_s = time.monotonic() + self._deadline_s
-        while missing:
-            self._server.settimeout(max(0.001, end_s - time.monotonic()))
-            try:
-                connection, _ = self._server.accept()
-            except TimeoutError:
-                late = tuple(sorted({peer for _, peer in missing}))
-                raise DeadlineError(
-                    f"rank {self._rank} waited {self._deadline_s:g} s for a connection from rank "
-                    f"{', '.join(map(str, late))}",
-                    late,
-                ) from None
-            said, peer, lane = _greeting(connection, 1.0)
-            if said != self._token or (lane, peer) not in missing:
-                connection.close()  # not one of us
-                continue
-            missing.remove((lane, peer))
-            self._wires[lane, peer] = Wire(connection, peer, lane, self.right_of_way)
+
+        def is_missing(words: bytes) -> bool:
+            token, peer, lane = _HELLO.unpack(words)
+            return token == self._token and (lane, peer) in missing
+
+        with (
+            Callers(self._server, _HELLO.size, is_missing) as callers,
+            self._control.waiting_to("be reached by the other ranks") as look,
+        ):
+            while missing:
+                found = callers.next_within(min(LOOK_S, max(0.0, end_s - time.monotonic())))
+                if found is not None:
+                    connection, (_, peer, lane) = found[0], _HELLO.unpack(found[1])
+                    missing.remove((lane, peer))
+                    self._wires[lane, peer] = Wire(connection, self._control.members[peer], lane, self.right_of_way)
+                elif time.monotonic() >= end_s:
+                    late = tuple(sorted({self._control.members[peer] for _, peer in missing}))
+                    raise DeadlineError(
+                        f"rank {self._name} waited {self._deadline_s:g} s for a connection from rank "
+                        f"{', '.join(map(str, late))}",
+                        late,
+                    )
+                else:
+                    look()
 
 
-def _greeting(connection: socket.socket, patience_s: float) -> tuple[bytes, int, int]:
-    """What a caller says first; a short or late one is no greeting at all."""
-    connection.settimeout(patience_s)
-    words = b""
-    with contextlib.suppress(OSError):
-        while len(words) < _HELLO.size and (more := connection.recv(_HELLO.size - len(words))):
-            words += more
-    if len(words) < _HELLO.size:
-        return b"", -1, -1
-    token, peer, lane = _HELLO.unpack(words)
-    return token, peer, lane
+def _connection(there: Endpoint, deadline_s: float, look: Callable[[], None]) -> socket.socket:
+    end_s = time.monotonic() + deadline_s
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            return socket.create_connection((there.address, there.port), timeout=max(0.1, min(TRY_S, left_s)))
+        except TimeoutError:
+            if left_s <= TRY_S:
+                raise
+            look()

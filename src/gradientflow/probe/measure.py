@@ -187,7 +187,7 @@ class _Prober:
         store = store_beside(group)
         # Never started: here ranks wait for each other in pairs, which is not what its verdicts are about.
         health = Health(dist.PrefixStore("beacons", store), self.rank, self.members, limit_s, ())
-        self._control = Control(dist.PrefixStore("control", store), self.rank, self.world, limit_s, health)
+        self._control = Control(dist.PrefixStore("control", store), self.rank, self.members, limit_s, health)
         self._hosts = tuple(self._control.gather(socket.gethostname(), "meet the other ranks for a measurement"))
         self.addresses = self._control.gather(address or "", "meet the other ranks for a measurement")
         self._store = store

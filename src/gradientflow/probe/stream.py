@@ -5,15 +5,18 @@ The receiver listens for one connection and takes nothing from whoever does not 
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 import time
 from typing import NamedTuple
 
+from gradientflow.exchange.callers import Callers
+from gradientflow.exchange.reach import family_of
+
 CHUNK_NBYTES = 2**20
 #: Of the start that does not count: slow start, and what a shaped link lets through at once.
 RAMP = 0.25
+TOKEN_NBYTES = 8
 
 
 class Streamed(NamedTuple):
@@ -27,7 +30,7 @@ class Receiver:
     """Listens from the moment it is made; `receive` once."""
 
     def __init__(self, address: str) -> None:
-        self._server = socket.create_server((address, 0))
+        self._server = socket.create_server((address, 0), family=family_of(address))
         self.port: int = self._server.getsockname()[1]
         self.token = secrets.randbits(62)
 
@@ -35,16 +38,13 @@ class Receiver:
         """What the sender sent in about `seconds`; None if there was no sender with the token."""
         end_s = time.monotonic() + limit_s
         with self._server:
-            while True:
-                self._server.settimeout(max(0.1, end_s - time.monotonic()))
-                try:
-                    connection, _ = self._server.accept()
-                except TimeoutError:
-                    return None
-                with connection:
-                    connection.settimeout(max(0.1, end_s - time.monotonic()))
-                    if _said(connection) == self.token:
-                        return _count(connection, seconds)
+            with Callers(self._server, TOKEN_NBYTES, _as_bytes(self.token).__eq__) as callers:
+                found = callers.next_within(limit_s)
+            if found is None:
+                return None
+            with found[0] as connection:
+                connection.settimeout(max(0.1, end_s - time.monotonic()))
+                return _count(connection, seconds)
 
     def close(self) -> None:
         self._server.close()
@@ -53,18 +53,14 @@ class Receiver:
 def send(address: str, port: int, token: int, seconds: float, limit_s: float) -> None:
     """Send to a `Receiver` for `seconds`."""
     with socket.create_connection((address, port), timeout=limit_s) as connection:
-        connection.sendall(token.to_bytes(8, "little"))
+        connection.sendall(_as_bytes(token))
         chunk, end_s = bytes(CHUNK_NBYTES), time.monotonic() + seconds
         while time.monotonic() < end_s:
             connection.sendall(chunk)
 
 
-def _said(connection: socket.socket) -> int:
-    words = b""
-    with contextlib.suppress(OSError):  # it hung up, or said nothing
-        while len(words) < 8 and (more := connection.recv(8 - len(words))):
-            words += more
-    return int.from_bytes(words, "little")
+def _as_bytes(token: int) -> bytes:
+    return token.to_bytes(TOKEN_NBYTES, "little")
 
 
 def _count(connection: socket.socket, seconds: float) -> Streamed | None:

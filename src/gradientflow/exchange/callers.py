@@ -1,0 +1,83 @@
+"""Who calls at a port of ours and says the right words first.
+
+Anybody may call: scanners, other jobs, somebody who says nothing. They hold nobody up: all are listened to at the same
+time, and if there are too many, the one that has been listened to longest is sent away.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Self
+
+#: Who has not said enough yet. Those we wait for speak at once.
+MOST_LISTENED_TO = 256
+
+
+class Callers:
+    """Of a listening socket. Who begins with `num_bytes` bytes that are `expected` is let in."""
+
+    def __init__(self, server: socket.socket, num_bytes: int, expected: Callable[[bytes], bool]) -> None:
+        server.setblocking(False)
+        self._server, self._num_bytes, self._expected = server, num_bytes, expected
+        #: By number, the eldest first.
+        self._listened_to: dict[int, tuple[socket.socket, bytearray]] = {}
+        self._poll = select.poll()
+        self._poll.register(server, select.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for connection, _ in self._listened_to.values():
+            connection.close()
+        self._listened_to.clear()
+
+    def next_within(self, patience_s: float) -> tuple[socket.socket, bytes] | None:
+        """Another one and what it said; None if there was none in that time."""
+        end_s = time.monotonic() + patience_s
+        while True:
+            for number, _ in self._poll.poll(1e3 * max(0.0, end_s - time.monotonic())):
+                if number == self._server.fileno():
+                    number = self._answer()
+                if found := self._listen(number):
+                    return found
+            if time.monotonic() >= end_s:
+                return None
+
+    def _answer(self) -> int:
+        try:
+            connection, _ = self._server.accept()
+        except (BlockingIOError, ConnectionError):  # it has hung up meanwhile
+            return -1
+        connection.setblocking(False)
+        if len(self._listened_to) == MOST_LISTENED_TO:
+            self._dismiss(next(iter(self._listened_to))).close()
+        self._listened_to[connection.fileno()] = connection, bytearray()
+        self._poll.register(connection, select.POLLIN)
+        return connection.fileno()
+
+    def _listen(self, number: int) -> tuple[socket.socket, bytes] | None:
+        if number not in self._listened_to:
+            return None
+        connection, words = self._listened_to[number]
+        try:
+            more = connection.recv(self._num_bytes - len(words))
+        except BlockingIOError:
+            return None
+        except OSError:
+            more = b""
+        words += more
+        if more and len(words) < self._num_bytes:
+            return None
+        self._dismiss(number)
+        if len(words) == self._num_bytes and self._expected(bytes(words)):
+            return connection, bytes(words)
+        connection.close()
+        return None
+
+    def _dismiss(self, number: int) -> socket.socket:
+        self._poll.unregister(number)
+        return self._listened_to.pop(number)[0]
