@@ -72,8 +72,6 @@ class Plan(Document):
     messages: tuple[Message, ...]
     #: What the gate waits for together, in forward order; none: gradients are final when backward returns.
     stages: tuple[tuple[str, ...], ...] = ()
-    #: Lower lanes go first, whatever higher ones are carrying; else lanes share the link.
-    ranked_lanes: bool = False
     #: Decoupled: each message is reduced and scattered in the order of `messages`, so that every rank has a part of
     #: the sum; when a lane has done all of its own, they are gathered, in this order. (): messages go whole.
     gathers: tuple[int, ...] = ()
@@ -110,13 +108,9 @@ class Plan(Document):
                 yield index, number, message.lane
 
     def on_lanes(self, num_lanes: int) -> Plan:
-        """The same messages dealt in turn over `num_lanes` lanes. If lanes are ranked, on their own, as far as there
-        are so many."""
+        """The same messages dealt in turn over `num_lanes` lanes."""
         messages = tuple(
-            message.model_copy(
-                update={"lane": min(message.lane, num_lanes - 1) if self.ranked_lanes else index % num_lanes}
-            )
-            for index, message in enumerate(self.messages)
+            message.model_copy(update={"lane": index % num_lanes}) for index, message in enumerate(self.messages)
         )
         return self.model_copy(update={"messages": messages})
 

@@ -40,8 +40,6 @@ DEFAULT = "lazy"
 PATTERNS = (*ALL_REDUCES, "levels")
 #: a2a: the group's own all-reduce. mpi: MPI's. best: each message by what was measured to be quickest at its size.
 EXCHANGES = ("a2a", "mpi", "best", *PATTERNS)
-#: Where lower lanes go first, what each is for: the more, the finer. Each has connections and a thread.
-RANKED_LANES = 4
 #: More would wait less and cost more: AdamW on 604 tensors takes 15 ms at once, 18 ms in twenties, 38 ms in pairs.
 NUM_STAGES = 32
 #: What each stage costs is to be less than a hundredth of the computing.
@@ -115,6 +113,9 @@ class Recipe(Record):
             raise self._illegal(f"{' and '.join(casts)} are both wire precisions", "one of them")
         if casts and self.codecs[-1].name != casts[0]:
             raise self._illegal(f"+{casts[0]} must come last: it packs what the others send", "it at the end")
+        schedule, _, exchange = self.schedule.name.rpartition("-")
+        if schedule in {*SCHEDULES, *PRICED} and self.schedule.name not in PRICED:
+            self._exists("exchange", exchange, list(EXCHANGES))
         self._exists("schedule", self.schedule.name, [*SCHEDULES, *PRICED])
         if self.schedule.name in PRICED and self.schedule.argument:
             if self.schedule.name not in WITH_A_SIZE:
@@ -174,12 +175,9 @@ class Recipe(Record):
                 update={"schedule": f"{self.schedule.name}, not yet priced"}
             )
         else:
-            ranked = self.exchange.name in PATTERNS
-            terms = Terms(cost, num_lanes, gated and not whole, stages, ranked)
+            terms = Terms(cost, num_lanes, gated, whole, stages)
             plan = PRICED[self.schedule.name](profile, self.schedule.argument, terms)
         plan = self._carried(plan.on_lanes(num_lanes), profile, cost).model_copy(update={"stages": stages})
-        if plan.gathers:
-            plan = plan.model_copy(update={"norms": gated and whole})
         plan.check(profile)
         return plan
 
@@ -200,8 +198,7 @@ class Recipe(Record):
     @property
     def lanes(self) -> int:
         """How many lanes the recipe asks for; 0 leaves it to the exchange."""
-        ranked = self.schedule.name == "flow" and self.exchange.name in PATTERNS
-        return int(self.exchange.argument or (RANKED_LANES if ranked else 0))
+        return int(self.exchange.argument or 0)
 
     def _exists(self, part: str, name: str, known: list[str]) -> None:
         if name not in known:

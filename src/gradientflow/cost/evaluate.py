@@ -7,7 +7,7 @@ tensor, and its lane carries messages in the plan's order, one at a time.
 [Note: shared link] Lanes share one link. A message first starts up, then its bytes are on the link: `beta *
 nbytes` seconds if it is alone there, k times as long while k lanes are. Start-ups overlap with everything.
 That is all that several lanes gain: what they hide is start-up, never bytes. Nor do they hide what a message costs the
-training thread (`Cost.host_s`), which is added up. Where lanes are ranked, the lowest on the link has all of it.
+training thread (`Cost.host_s`), which is added up.
 
 Without a gate everything has arrived when backward returns. With a gate the forward pass of a tensor waits
 only for the messages that hold part of it, so communication may fill the next forward pass too. Where the gate
@@ -172,6 +172,9 @@ def _arrivals(profile: Profile, plan: Plan, carried: Sequence[Timing]) -> dict[s
     """By tensor, when the last message that holds part of it has arrived."""
     arrived_s = {tensor.name: 0.0 for tensor in profile.tensors}
     numbers = plan.gathers or range(len(plan.messages))
+    if plan.norms:  # nothing begins before all first halves are there
+        summed_s = max(timing.end_s for timing in carried[: len(plan.messages)])
+        arrived_s = dict.fromkeys(arrived_s, summed_s)
     for message, timing in zip(
         [plan.messages[number] for number in numbers], carried[-len(plan.messages) :], strict=True
     ):
@@ -254,40 +257,6 @@ class Link:
         self.now_s = until_s
 
 
-class RankedLink(Link):
-    """As `Link`, but the lowest lane that is on the link has all of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiting: dict[int, float] = {}  # by lane on the link, what it still needs
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._starting or self._waiting)
-
-    def run(self, until_s: float = math.inf) -> int | None:
-        starting, on_link = self._starting, self._waiting
-        while starting or on_link:
-            came_s = starting[0][0] if starting else math.inf
-            lane = min(on_link) if on_link else -1
-            done_s = self.now_s + on_link[lane] if on_link else math.inf
-            next_s = min(came_s, done_s, until_s)
-            if on_link:
-                on_link[lane] -= next_s - self.now_s
-            self.now_s = next_s
-            if next_s == until_s and next_s < min(came_s, done_s):
-                return None
-            if came_s <= done_s:
-                _, lane, wire_s = heappop(starting)
-                on_link[lane] = wire_s
-            else:
-                del on_link[lane]
-                return lane
-        if until_s < math.inf:
-            self.now_s = until_s
-        return None
-
-
 @dataclass(slots=True)
 class Job:
     """A message on its way."""
@@ -304,7 +273,7 @@ class Job:
         return {"ready_s": self.ready_s, "start_s": self.start_s, "end_s": self.end_s}
 
 
-def carry(jobs: Sequence[Job], ranked: bool = False) -> None:
+def carry(jobs: Sequence[Job]) -> None:
     """Set when each job starts and ends: each lane carries its own in the order given, from second 0 on."""
     if all(job.lane == 0 for job in jobs):
         end_s = 0.0
@@ -312,7 +281,7 @@ def carry(jobs: Sequence[Job], ranked: bool = False) -> None:
             job.start_s = max(end_s, job.ready_s)
             end_s = job.end_s = job.start_s + job.startup_s + job.wire_s
         return
-    link = RankedLink() if ranked else Link()
+    link = Link()
     queues: dict[int, deque[Job]] = {}
     for job in jobs:
         queues.setdefault(job.lane, deque()).append(job)
@@ -347,7 +316,7 @@ def _carry(profile: Profile, plan: Plan, cost: Cost) -> list[Timing]:
         messages = [*plan.messages, *(plan.messages[number] for number in plan.gathers)]
     else:
         jobs, messages = _jobs(profile, plan, cost), list(plan.messages)
-    carry(jobs, plan.ranked_lanes)
+    carry(jobs)
     return [
         Timing(label=message.label, nbytes=job.nbytes, lane=job.lane, **job.times())
         for message, job in zip(messages, jobs, strict=True)
@@ -397,9 +366,9 @@ class Moments:
             compute_s=profile.forward_s + profile.backward_s,
         )
 
-    def iteration_s(self, jobs: Sequence[Job], after_s: Iterable[float], ranked: bool = False) -> float:
+    def iteration_s(self, jobs: Sequence[Job], after_s: Iterable[float]) -> float:
         """With these messages and the compute that follows each: the most of any of its tensors."""
-        carry(jobs, ranked)
+        carry(jobs)
         ends_s = [job.end_s + follows_s for job, follows_s in zip(jobs, after_s, strict=True)]
         return max([self.compute_s, *ends_s])
 

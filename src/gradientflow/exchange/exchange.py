@@ -83,7 +83,10 @@ class Exchange:
         self.num_lanes = num_lanes or _default_lanes(self.backend)
         self.patterns = tuple(patterns)
         if patterns and device.type != "cpu":
-            raise UsageError(f"the model is on {device.type}: {', '.join(patterns)} run on CPUs only; use -a2a")
+            raise UsageError(
+                f"the model is on {device.type}, and patterns ({', '.join(patterns)}) run on CPUs only: take a recipe "
+                "of whole messages by the group's own all-reduce, such as flow or lazy"
+            )
         if mpi and device.type != "cpu":
             raise UsageError(f"the model is on {device.type}: -mpi runs on CPUs only; use -a2a")
         self._group, self._device, self._address, self._over_mpi = group, device, address, mpi

@@ -28,17 +28,11 @@ from gradientflow.exchange.control import Control
 from gradientflow.exchange.health import LOOK_S
 from gradientflow.exchange.reach import family_of
 
-#: What the system may hold of a connection's bytes before they are on the wire: about a millisecond at 1 Gbit/s. More
-#: would stand in the way of a lane that goes first. What is on the wire and not acknowledged does not count.
-UNSENT_NBYTES = 128 * 1024
-#: A lane that has not moved for so long waits for another rank, and holds nobody up.
-STILL_S = 8e-3
 #: Try again to reach a rank that has not answered for so long.
 TRY_S = 5.0
 #: Wake up for no less, while more than that is to come.
 GULP_NBYTES = 64 * 1024
 _HELLO = struct.Struct("<16sII")
-_TCP_NOTSENT_LOWAT = 25
 
 
 class Endpoint(Record):
@@ -49,39 +43,16 @@ class Endpoint(Record):
     token: str
 
 
-class RightOfWay:
-    """Lower lanes go first: a lane sends nothing new while a lower one moves.
-
-    What is sent when is each rank's own affair; which bytes follow which on a connection is not touched. A lane gives
-    way to one that moves and never to one that waits for another rank, so none waits for ever.
-    """
-
-    def __init__(self, num_lanes: int) -> None:
-        self._moved_s = [0.0] * num_lanes
-
-    def moved(self, lane: int) -> None:
-        self._moved_s[lane] = time.monotonic()
-
-    def rest(self, lane: int) -> None:
-        """It has nothing to send or to receive any more."""
-        self._moved_s[lane] = 0.0
-
-    def must_wait(self, lane: int) -> bool:
-        return lane > 0 and max(self._moved_s[:lane]) > time.monotonic() - STILL_S
-
-
 class Wire:
     """A connection that never blocks: what is to be sent and what is expected, each first in, first out.
 
     name: of the rank at its other end, as the whole job calls it.
     """
 
-    def __init__(self, connection: socket.socket, name: int, lane: int, right_of_way: RightOfWay) -> None:
+    def __init__(self, connection: socket.socket, name: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
         self._socket, self._name = connection, name
-        self._lane, self._right_of_way = lane, right_of_way
         self._outgoing: deque[memoryview] = deque()
         self._expected: deque[memoryview] = deque()
         self._lowest = 1
@@ -117,14 +88,7 @@ class Wire:
             if lowest != self._lowest:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lowest)
                 self._lowest = lowest
-        return (select.POLLIN if self._expected else 0) | (
-            select.POLLOUT if self._outgoing and not self._right_of_way.must_wait(self._lane) else 0
-        )
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether it would send if it might."""
-        return bool(self._outgoing) and self._right_of_way.must_wait(self._lane)
+        return (select.POLLIN if self._expected else 0) | (select.POLLOUT if self._outgoing else 0)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -140,14 +104,13 @@ class Wire:
         self._socket.close()
 
     def _push(self) -> None:
-        queue, right_of_way = self._outgoing, self._right_of_way
-        while queue and not right_of_way.must_wait(self._lane):
+        queue = self._outgoing
+        while queue:
             piece = queue[0]
             try:
                 sent = self._socket.send(piece)
             except BlockingIOError:
                 return
-            right_of_way.moved(self._lane)
             if sent < len(piece):
                 queue[0] = piece[sent:]
             else:
@@ -162,7 +125,6 @@ class Wire:
                 found = self._socket.recv_into(piece)
             except BlockingIOError:
                 return
-            self._right_of_way.moved(self._lane)
             if not found:
                 raise ConnectionResetError(f"rank {self._name} closed the connection")
             if found < len(piece):
@@ -173,24 +135,21 @@ class Wire:
 
 
 def wait(wires: Iterable[Wire], done: Callable[[], bool], look: Callable[[], None], look_s: float) -> None:
-    """Move bytes until `done`; every `look_s` seconds in which nothing moved, `look`, which may raise."""
+    """Move bytes until `done`; about every `look_s` seconds `look`, which may raise."""
     for wire in wires:
         wire.move()
+    look_at_s = time.monotonic() + look_s
     while not done():
         by_number = {wire.fileno(): wire for wire in wires}
         poll = select.poll()
         for number, wire in by_number.items():
             if interest := wire.interest:
                 poll.register(number, interest)
-        held_up = any(wire.gives_way for wire in by_number.values())
-        found = poll.poll(1e3 * (STILL_S / 2 if held_up else look_s))
-        if held_up:
-            for wire in by_number.values():
-                wire.move()
-        elif not found:
-            look()
-        for number, _ in found:
+        for number, _ in poll.poll(1e3 * look_s):
             by_number[number].move()
+        if time.monotonic() > look_at_s:
+            look()
+            look_at_s = time.monotonic() + look_s
 
 
 class Links:
@@ -217,7 +176,7 @@ class Links:
     def none(cls) -> Links:
         """Connected to nobody."""
         found = cls.__new__(cls)
-        found._wires, found.right_of_way = {}, RightOfWay(0)
+        found._wires = {}
         return found
 
     @property
@@ -227,7 +186,6 @@ class Links:
 
     def connect(self, peers: Iterable[int], num_lanes: int) -> None:
         """Have connections with `peers`, who name this rank as well."""
-        self.right_of_way = RightOfWay(num_lanes)
         try:
             with self._server:
                 for peer in sorted(peer for peer in peers if peer > self._rank):
@@ -257,7 +215,7 @@ class Links:
             try:
                 with self._control.waiting_to(f"reach rank {name} at {there.address}") as look:
                     connection = _connection(there, self._deadline_s, look)
-                self._wires[lane, peer] = Wire(connection, name, lane, self.right_of_way)
+                self._wires[lane, peer] = Wire(connection, name)
                 # Nothing is in its way yet: so few bytes go at once.
                 connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
             except OSError as error:
@@ -284,7 +242,7 @@ class Links:
                 if found is not None:
                     connection, (_, peer, lane) = found[0], _HELLO.unpack(found[1])
                     missing.remove((lane, peer))
-                    self._wires[lane, peer] = Wire(connection, self._control.members[peer], lane, self.right_of_way)
+                    self._wires[lane, peer] = Wire(connection, self._control.members[peer])
                 elif time.monotonic() >= end_s:
                     late = tuple(sorted({self._control.members[peer] for _, peer in missing}))
                     raise DeadlineError(

@@ -143,7 +143,6 @@ class Staged:
             under_way[turn.strip] = _UnderWay.begin(turn, wires, ours, beside, values.itemsize)
         for last in under_way.values():
             last.finish(wires, values, scratch, look, look_s)
-        self._links.right_of_way.rest(lane)
 
     def scratch_nbytes(self, name: str, nbytes: int) -> int:
         """What a message of `nbytes` needs beside itself."""

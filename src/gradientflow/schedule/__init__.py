@@ -20,7 +20,6 @@ from gradientflow.schedule.fusion import bsp, lazy, wfbp
 from gradientflow.schedule.merge import merge as _merge
 from gradientflow.schedule.merge import mg_wfbp
 from gradientflow.schedule.priority import PARTITION_NBYTES, bytescheduler
-from gradientflow.schedule.ranked import ranked as _ranked
 from gradientflow.schedule.sizes import parse_nbytes
 
 #: Name in a recipe -> function of (profile, argument as written after the colon, "" if none).
@@ -29,14 +28,14 @@ SCHEDULES: dict[str, Callable[[Profile, str], Plan]] = {"bsp": bsp, "wfbp": wfbp
 
 @dataclass(frozen=True)
 class Terms:
-    """What messages cost, on how many lanes, and what a gate waits for."""
+    """What messages cost, on how many lanes, and what a gate waits for. If steps are `whole`, something looks at all
+    gradients before each."""
 
     cost: Cost
     num_lanes: int = 1
     gated: bool = False
+    whole: bool = False
     stages: Stages = ()
-    #: Lower lanes go first.
-    ranked: bool = False
 
 
 def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
@@ -45,17 +44,23 @@ def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
 
 
 def _flow_on(profile: Profile, argument: str, terms: Terms) -> Plan:
-    if terms.ranked and terms.gated:
-        plan = _ranked(profile, terms.cost, num_lanes=terms.num_lanes, stages=terms.stages)
-    else:
-        plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
-    why = explain(profile, plan, terms.cost, gated=terms.gated, stages=terms.stages)
+    gated = terms.gated and not terms.whole
+    plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=gated, stages=terms.stages)
+    why = explain(profile, plan, terms.cost, gated=gated, stages=terms.stages)
     return plan.model_copy(update={"why": why})
 
 
 def _dear_on(profile: Profile, argument: str, terms: Terms) -> Plan:
     nbytes = parse_nbytes(argument) if argument else None
-    return _dear(profile, terms.cost, nbytes=nbytes, num_lanes=terms.num_lanes, gated=terms.gated, stages=terms.stages)
+    return _dear(
+        profile,
+        terms.cost,
+        nbytes=nbytes,
+        num_lanes=terms.num_lanes,
+        gated=terms.gated,
+        norms=terms.gated and terms.whole,
+        stages=terms.stages,
+    )
 
 
 #: Those that need to know more -> function of (profile, argument, terms).

@@ -25,18 +25,19 @@ def dear(
     nbytes: int | None = None,
     num_lanes: int = 1,
     gated: bool = True,
+    norms: bool = False,
     stages: Stages = (),
 ) -> Plan:
-    """Messages of up to `nbytes`, or of the best of `SIZES_NBYTES`.
+    """Messages of up to `nbytes`, or of the best of `SIZES_NBYTES`. With `norms` of all tensors between the halves.
 
     Deviations: DeAR groups tensors by a size that it tunes while training; ours is predicted. Its second half updates
     nothing on the way; ours is followed by the optimizer's share of a stage.
     """
-    plans = [_plan(profile, size).on_lanes(num_lanes) for size in ((nbytes,) if nbytes else SIZES_NBYTES)]
+    plans = [_plan(profile, size, norms).on_lanes(num_lanes) for size in ((nbytes,) if nbytes else SIZES_NBYTES)]
     return min(reversed(plans), key=lambda plan: evaluate(profile, plan, cost, gated=gated, stages=stages).iteration_s)
 
 
-def _plan(profile: Profile, nbytes: int) -> Plan:
+def _plan(profile: Profile, nbytes: int, norms: bool) -> Plan:
     messages = fuse(profile, nbytes)
     first_use = {tensor.name: (tensor.forward_order, -place) for place, tensor in enumerate(profile.tensors)}
 
@@ -44,7 +45,8 @@ def _plan(profile: Profile, nbytes: int) -> Plan:
         return min(first_use[piece.tensor] for piece in messages[number].slices)
 
     gathers = tuple(sorted(range(len(messages)), key=needed))
-    plan = bsp(profile).model_copy(update={"schedule": "dear", "messages": messages, "gathers": gathers})
+    update = {"schedule": "dear", "messages": messages, "gathers": gathers, "norms": norms}
+    plan = bsp(profile).model_copy(update=update)
     return plan.carried_by(_by_ring)
 
 
