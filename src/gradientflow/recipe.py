@@ -28,7 +28,7 @@ from gradientflow.cost.evaluate import even_stages
 from gradientflow.cost.table import Best, Cost
 from gradientflow.documents import Record, describe, read_text, write_text
 from gradientflow.errors import DocumentError, RecipeError
-from gradientflow.patterns import ALL_REDUCES, HALVES
+from gradientflow.patterns import ALL_REDUCES, HALVES, QUICKEST
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
 from gradientflow.schedule import DECOUPLED, FOR_A_GATE, PRICED, SCHEDULES, WITH_A_SIZE, Terms
@@ -145,7 +145,7 @@ class Recipe(Record):
     def patterns(self) -> tuple[str, ...]:
         """By which patterns messages may be carried, beside the group's own all-reduce."""
         if self.schedule.name in DECOUPLED:
-            return (*HALVES, *(["ring"] if self.exchange.name == "ring" else []))
+            return (*HALVES, QUICKEST, *(["ring"] if self.exchange.name == "ring" else []))
         if self.exchange.name == "best":
             return PATTERNS
         return (self.exchange.name,) if self.exchange.name in PATTERNS else ()

@@ -31,7 +31,7 @@ from gradientflow.exchange.reach import family_of
 #: Try again to reach a rank that has not answered for so long.
 TRY_S = 5.0
 #: Wake up for no less, while more than that is to come.
-GULP_NBYTES = 64 * 1024
+GULP_NBYTES = 512 * 1024
 _HELLO = struct.Struct("<16sII")
 
 

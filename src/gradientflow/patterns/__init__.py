@@ -29,6 +29,8 @@ ALL_REDUCES: dict[str, Callable[[int], Pattern]] = {
     "star": star,
 }
 
+#: For what is small and waited for.
+QUICKEST = "doubling"
 #: The two halves of those that have some, by name.
 HALVES: dict[str, Callable[[int], Pattern]] = {
     "ring/scatter": ring_reduce_scatter,
@@ -49,6 +51,7 @@ def gather_of(name: str) -> str:
 __all__ = [
     "ALL_REDUCES",
     "HALVES",
+    "QUICKEST",
     "Pattern",
     "Transfer",
     "Turn",

@@ -41,8 +41,8 @@ class Owner:
     #: Return when these messages have arrived.
     wait_for: Callable[[Sequence[int]], None]
     wait_for_all: Callable[[], None]
-    #: A gradient's norm, if it is to be had before the gradient.
-    norm_of: Callable[[int], torch.Tensor | None]
+    #: All gradients' norms, if they are to be had before the gradients; else none.
+    norms: Callable[[], Sequence[torch.Tensor]]
     #: Once an exchange, before any of its results is used: raise if they must not be.
     conclude: Callable[[], None]
     #: A failure inside ends the exchange.
@@ -87,7 +87,7 @@ class Gate:
         self._shares: Shares | None = None
         self._zero_later: set[int] = set()
         self._factors: dict[int, list[Factor]] = {}  # by parameter, what its gradient is still to be multiplied by
-        self._was_measured = False
+        self._norms: Sequence[torch.Tensor] | None = None  # of this step; None: not asked for
         self._num_updated = self._num_put_off = 0  # stages, of the last step
         #: True, if the last step came after all gradients had been touched, or their norms asked for.
         self.was_whole = False
@@ -162,7 +162,7 @@ class Gate:
             self._step = step
             self._unfinished = set(indices)
             self._concluded = False
-            self._was_measured = False
+            self._norms = None
             self._num_updated = self._num_put_off = 0
             self.is_open = True
 
@@ -178,7 +178,7 @@ class Gate:
                 for index in self._unfinished
                 if shares.holds(parameter := self._parameters[index]) and parameter.grad is self.handed[index]
             ]
-            self.was_whole = not later or self._was_measured
+            self.was_whole = not later or bool(self._norms)
             if not later:
                 self.finish()
                 self._num_updated = self._num_put_off = 1
@@ -264,17 +264,17 @@ class Gate:
         with self._lock:
             if index not in self._unfinished or index in self._factors or index in self._stage_of[index].put_off:
                 return None
-            with self._owner.breaking():
-                began_s = self._recorder.clock()
-                norm = self._owner.norm_of(index)
-                self._waited(began_s, "norms")
-            self._was_measured |= norm is not None
-            return norm
+            if self._norms is None:
+                with self._owner.breaking():
+                    began_s = self._recorder.clock()
+                    self._norms = self._owner.norms()
+                    self._waited(began_s, "norms")
+            return self._norms[index].to(self._views[index].dtype, copy=True) if self._norms else None
 
     def _scale_when_done(self, index: int, factor: Factor) -> bool:
         """The user scales a gradient before `step()`, having asked for nothing but norms."""
         with self._lock:
-            if not self._was_measured or index not in self._unfinished or index in self._stage_of[index].put_off:
+            if not self._norms or index not in self._unfinished or index in self._stage_of[index].put_off:
                 return False
             self._factors.setdefault(index, []).append(factor)
             return True

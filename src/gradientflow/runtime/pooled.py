@@ -190,7 +190,7 @@ class PooledFlow(Flow):
             self._gate.take_doors_away()
             self._gate = None
         if self._options.gate and not self._comm_hooks:
-            owner = Owner(self._wait_for, self._wait_for_all, self._norm_of, self._conclude_early, self._breaking)
+            owner = Owner(self._wait_for, self._wait_for_all, self._norms, self._conclude_early, self._breaking)
             self._gate = Gate(parameters, owner, self._recorder)
 
     def _restart(self) -> None:
@@ -431,12 +431,12 @@ class PooledFlow(Flow):
     def _wait_for_all(self) -> None:
         self._pump.finish([])
 
-    def _norm_of(self, index: int) -> torch.Tensor | None:
+    def _norms(self) -> Sequence[torch.Tensor]:
         assert isinstance(self._pump, Pump)
-        if self._pump.shards is None or self._names[index] in self._sparse.names:
-            return None
+        if self._pump.shards is None:
+            return ()
         self._pump.wait_for_norms()
-        return self._pump.shards.norm(index, self._views[index].dtype)
+        return self._pump.shards.norms()
 
     def _conclude_early(self) -> None:
         assert isinstance(self._pump, Pump) and self._pool is not None

@@ -22,8 +22,8 @@ import torch
 from gradientflow.compress import Codec, Sum
 from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.exchange import Exchange
-from gradientflow.patterns import gather_of, scatter_of
-from gradientflow.plan import NATIVE, Plan
+from gradientflow.patterns import QUICKEST, gather_of, scatter_of
+from gradientflow.plan import Plan
 from gradientflow.runtime.shards import Shards
 from gradientflow.runtime.streams import Streams
 from gradientflow.trace import Recorder, Span
@@ -79,8 +79,9 @@ class Pump:
         self._parts = [part._replace(pattern=scatter_of(part.pattern)) for part in self._parts]
         if plan.norms:
             self._norms_place = len(queues[0])
-            queues[0].append(len(self._parts))
-            self._parts.append(_Part(None, NATIVE))
+            for queue in queues:  # who clips waits for norms: nothing is to stand in their way
+                queue.append(len(self._parts))
+            self._parts.append(_Part(None, QUICKEST))
         for message in plan.gathers:
             queues[self._lane_of[message]].append(len(self._parts))
             self._parts.append(_Part(message, gather_of(self._patterns[message])))
@@ -152,7 +153,10 @@ class Pump:
     def _carry(self, number: int, lane: int) -> None:
         message, pattern = self._parts[number]
         if message is None:
-            self._sum_norms(lane)
+            if lane == 0:
+                self._sum_norms(lane)
+            else:
+                self.wait_for_norms()
             return
         start_s = self._recorder.clock()
         ranges = self._ranges[message]
@@ -177,7 +181,7 @@ class Pump:
         with torch.no_grad():
             self.shards.measure()
             question = Sum([self.shards.squares])
-            self._exchange.answer(question, lane, self._step + 1, f"step {self._step}, norms on lane {lane}")
+            self._exchange.answer(question, lane, self._step + 1, f"step {self._step}, norms", QUICKEST)
         details = {"nbytes": self.shards.squares.nbytes}
         self._recorder.add(
             Span("message", "norms", f"lane {lane}", start_s, self._recorder.clock(), self._step, details)
@@ -186,7 +190,7 @@ class Pump:
 
 class _Part(NamedTuple):
     """What a lane carries at once: a message by a pattern, or one half of it by one half of the pattern. No message:
-    norms."""
+    norms, which the first lane carries and the others wait for."""
 
     message: int | None
     pattern: str

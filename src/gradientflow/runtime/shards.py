@@ -39,6 +39,6 @@ class Shards:
             norms = torch.stack([norm.double() for norm in foreach_norm(self._parts)])
             self.squares.index_add_(0, self._owners, norms.square())
 
-    def norm(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Of a tensor; to be asked after the sum."""
-        return self.squares[index].sqrt().to(dtype)
+    def norms(self) -> list[torch.Tensor]:
+        """Of each tensor; to be asked after the sum."""
+        return list(self.squares.sqrt().unbind())
