@@ -8,6 +8,7 @@ from gradientflow.cost.evaluate import evaluate
 from gradientflow.cost.table import Line
 from gradientflow.errors import RecipeError
 from gradientflow.lab.workloads import load
+from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe
 from gradientflow.schedule.decoupled import dear
 
@@ -75,3 +76,8 @@ def test_a_plan_that_forgets_a_half_is_refused() -> None:
     plan = dear(profile, COST)
     with pytest.raises(ValueError, match="gather every message"):
         plan.model_copy(update={"gathers": plan.gathers[:-1]}).check(profile)
+
+
+def test_without_tensors_there_is_nothing_to_wait_for() -> None:
+    nothing = Profile(tensors=())
+    assert evaluate(nothing, dear(nothing, COST, norms=True), COST, gated=True).iteration_s == 0.0

@@ -14,7 +14,7 @@ from gradientflow.cost import CostTable, Line
 from gradientflow.errors import DocumentError, UsageError
 from gradientflow.network import Measurement, Network, Sample
 from gradientflow.probe import measure_network, osu_table, read_nccl_tests, read_osu
-from gradientflow.probe.measure import SIZES, links, sample_of, summarize
+from gradientflow.probe.measure import SIZES, links, quickest, sample_of, summarize
 
 # - Summaries
 
@@ -225,3 +225,18 @@ def test_what_is_no_osu_output_is_refused_in_one_line(tmp_path: Path, text: str,
     with pytest.raises(DocumentError, match=complaint) as caught:
         read_osu(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def by_size(operation: str, *microseconds: float) -> Measurement:
+    sizes = (1024, 65536, 2**20)
+    samples = [sample_of(nbytes, [1e-6 * time]) for nbytes, time in zip(sizes, microseconds, strict=True)]
+    return summarize(operation, range(4), samples)
+
+
+def test_the_quickest_all_reduce_by_size_in_words() -> None:
+    native, ring = by_size("all_reduce", 200, 300, 1000), by_size("all_reduce by ring", 50, 299, 2000)
+    network = Network(backend="gloo", hosts=("a",) * 4, measurements=(native, ring))
+    assert quickest(network) == "ring up to 1024 bytes, then native"  # 1 % is no reason to change
+    assert quickest(network.model_copy(update={"measurements": (native,)})) == ""
+    slow = by_size("all_reduce by ring", 500, 500, 5000)
+    assert quickest(network.model_copy(update={"measurements": (native, slow)})) == "native"

@@ -173,7 +173,7 @@ def _arrivals(profile: Profile, plan: Plan, carried: Sequence[Timing]) -> dict[s
     arrived_s = {tensor.name: 0.0 for tensor in profile.tensors}
     numbers = plan.gathers or range(len(plan.messages))
     if plan.norms:  # nothing begins before all first halves are there
-        summed_s = max(timing.end_s for timing in carried[: len(plan.messages)])
+        summed_s = max((timing.end_s for timing in carried[: len(plan.messages)]), default=0.0)
         arrived_s = dict.fromkeys(arrived_s, summed_s)
     for message, timing in zip(
         [plan.messages[number] for number in numbers], carried[-len(plan.messages) :], strict=True

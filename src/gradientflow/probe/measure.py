@@ -247,7 +247,7 @@ class _Prober:
         staged = Staged(connections, patterns, self.rank, num_lanes=1)
 
         def too_long() -> None:
-            raise DeadlineError(f"a pattern has not moved for {self.limit_s:g} s")
+            raise DeadlineError(f"one message by a pattern took longer than {self.limit_s:g} s")
 
         found = []
         try:
@@ -479,4 +479,7 @@ def quickest(network: Network) -> str:
         return ""
     sizes = [nbytes for nbytes, _ in next(found for found in network.measurements if found.samples).points]
     runs = [(name, list(run)) for name, run in groupby(sizes, key=best.pick)]
-    return ", ".join([*(f"{name} up to {run[-1]} bytes" for name, run in runs[:-1]), f"then {runs[-1][0]}"])
+    last = runs[-1][0]
+    return ", ".join(
+        [*(f"{name} up to {run[-1]} bytes" for name, run in runs[:-1]), f"then {last}" if runs[1:] else last]
+    )
