@@ -29,6 +29,7 @@ OPTIONS = {
         "--workload",
     },
     "bench": {
+        "--ablation",
         "--batch",
         "--clip",
         "--compute",

@@ -6,6 +6,7 @@
     lazy:4MB-a2a:1+fp16       4 MB, one lane, half precision on the wire
     lazy-ring                 our own ring over connections of our own
     lazy-mpi                  MPI's all-reduce, in a script that mpirun starts
+    gradientflow              the GradientFlow paper's backend: lazy-ring+csc+fp16
     flow-ps+csc:0.1+fp16@ssp:4
 
 The same text is used in calls, on the command line and in `recipe.toml`. Reading is separate from
@@ -23,7 +24,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from gradientflow.compress import CODECS, EXACT, Codec
+from gradientflow.compress import CASTS, EXACT, PARTS, Codec, Feedback
 from gradientflow.cost.evaluate import even_stages
 from gradientflow.cost.table import Best, Cost
 from gradientflow.documents import Record, describe, read_text, write_text
@@ -49,7 +50,9 @@ STAGE_S = 200e-6
 _NAME = r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*?"
 _ARGUMENT = r"[A-Za-z0-9._%]+"
 _HEAD = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?(?:-({'|'.join(EXCHANGES)}|ps)(?::({_ARGUMENT}))?)?")
-_CODEC = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?")
+_CODEC = re.compile(rf"({_NAME})(?::({_ARGUMENT}(?:[:=]{_ARGUMENT})*))?")
+#: The paper's whole backend.
+GRADIENTFLOW = "gradientflow"
 
 
 class Choice(Record):
@@ -68,6 +71,8 @@ class Recipe(Record):
     >>> recipe = Recipe.parse("lazy+fp16")
     >>> recipe.schedule.name, [codec.name for codec in recipe.codecs]
     ('lazy', ['fp16'])
+    >>> str(Recipe.parse("gradientflow:5%"))
+    'lazy-ring+csc:5%+fp16'
     >>> str(Recipe.parse("flow-ps+csc:0.1+fp16@ssp:4"))
     'flow-ps+csc:0.1+fp16@ssp:4'
     """
@@ -86,10 +91,14 @@ class Recipe(Record):
         if matched is None:
             raise _unreadable(text, f"{head!r} is not a schedule", "a name such as lazy, lazy:4MB or lazy-a2a")
         schedule, argument, exchange, exchange_argument = matched.groups(default="")
+        chosen = tuple(_codec(text, codec) for codec in codecs)
+        if schedule == GRADIENTFLOW:
+            chosen = (Choice(name="csc", argument=argument), *(chosen or (Choice(name="fp16"),)))
+            schedule, argument, exchange = DEFAULT, "", exchange or "ring"
         return cls(
             schedule=Choice(name=schedule, argument=argument),
             exchange=Choice(name=exchange or "a2a", argument=exchange_argument),
-            codecs=tuple(_codec(text, codec) for codec in codecs),
+            codecs=chosen,
             sync=Sync.parse(sync) if at else BSP,
         )
 
@@ -108,7 +117,7 @@ class Recipe(Record):
         if self.exchange.argument and not re.fullmatch("[1-9]|1[0-6]", self.exchange.argument):
             lanes = f"-{self.exchange.name}:1 to -{self.exchange.name}:16"
             raise self._illegal(f"{self.exchange.argument!r} is not a number of lanes", lanes)
-        casts = [codec.name for codec in self.codecs if codec.name in ("fp16", "bf16")]
+        casts = [codec.name for codec in self.codecs if codec.name in CASTS]
         if len(casts) > 1:
             raise self._illegal(f"{' and '.join(casts)} are both wire precisions", "one of them")
         if casts and self.codecs[-1].name != casts[0]:
@@ -129,7 +138,9 @@ class Recipe(Record):
             if self.codecs:
                 raise self._illegal(f"{self.schedule.name} sends gradients as they are", str(self.schedule))
         for choice in self.codecs:
-            self._exists("codec", choice.name, list(CODECS))
+            self._exists("codec", choice.name, [*CASTS, *PARTS])
+        if len(self.codecs) - len(casts) > 1:
+            raise self._illegal("a codec is to send a part of what another sends", "one of them")
         if self.sync != BSP:
             raise self._illegal(f"@{self.sync} is not available in this version", "@bsp")
         self.plan(Profile(tensors=()), num_lanes=1)
@@ -148,7 +159,10 @@ class Recipe(Record):
             return (*HALVES, QUICKEST, *(["ring"] if self.exchange.name == "ring" else []))
         if self.exchange.name == "best":
             return PATTERNS
-        return (self.exchange.name,) if self.exchange.name in PATTERNS else ()
+        if self.exchange.name not in PATTERNS:
+            return ()
+        small = [QUICKEST] if isinstance(self.codec(), Feedback) else []
+        return tuple(dict.fromkeys([self.exchange.name, *small]))
 
     @property
     def over_mpi(self) -> bool:
@@ -191,9 +205,21 @@ class Recipe(Record):
         return plan.carried_by(lambda message: cost.pick(message.numel * itemsizes[message.slices[0].tensor]))
 
     def codec(self) -> Codec:
-        codecs = [CODECS[choice.name](choice.argument) for choice in self.codecs]
-        assert len(codecs) <= 1, "check() lets one through"
-        return codecs[0] if codecs else EXACT
+        """A new one: it may remember."""
+        wires = [CASTS[choice.name](choice.argument) for choice in self.codecs if choice.name in CASTS]
+        wire = wires[0] if wires else None
+        parts = [PARTS[choice.name](choice.argument, wire) for choice in self.codecs if choice.name in PARTS]
+        return parts[0] if parts else wire or EXACT
+
+    def settled(self) -> Recipe:
+        """As it runs in the long run: without warm-up."""
+        codecs = tuple(
+            choice.model_copy(update={"argument": f"{choice.argument}:warmup=0".removeprefix(":")})
+            if choice.name in PARTS
+            else choice
+            for choice in self.codecs
+        )
+        return self.model_copy(update={"codecs": codecs})
 
     @property
     def lanes(self) -> int:

@@ -5,28 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradientflow.compress import CODECS, EXACT, Codec
+from conversations import converse, parcels
+from gradientflow.compress import CASTS, EXACT, Codec
 
-ALL = {"exact": EXACT} | {name: make("") for name, make in CODECS.items()}
-
-
-def converse(codec: Codec, everyone: list[list[torch.Tensor]]) -> tuple[int, int]:
-    """Run the conversation of all ranks in lockstep; rounds and bytes that rank 0 asked for."""
-    conversations = [codec.converse(ranges) for ranges in everyone]
-    rounds = nbytes = 0
-    while True:
-        questions = [next(conversation, None) for conversation in conversations]
-        if questions[0] is None:
-            assert questions == [None] * len(everyone)
-            return rounds, nbytes
-        shapes = [[(t.shape, t.dtype) for t in question.tensors] for question in questions]
-        assert all(shape == shapes[0] for shape in shapes), "ranks ask differently"
-        rounds += 1
-        nbytes += sum(tensor.nbytes for tensor in questions[0].tensors)
-        for same in zip(*(question.tensors for question in questions), strict=True):
-            total = torch.stack(list(same)).sum(0)
-            for tensor in same:
-                tensor.copy_(total)
+ALL: dict[str, Codec] = {"exact": EXACT} | {name: make("") for name, make in CASTS.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -37,7 +19,7 @@ def test_laws(name: str, world: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     everyone = [[torch.randn(100).to(dtype), torch.randn(7).to(dtype)] for _ in range(world)]
     expected = [sum(rank[part].double() for rank in everyone) for part in range(2)]
-    rounds, nbytes = converse(codec, everyone)
+    rounds, nbytes = converse([codec.converse(parcels([ranges])[0]) for ranges in everyone])
     assert (rounds, nbytes) == codec.traffic(107, dtype)[:2], "traffic() must say what was asked"
     for ranges in everyone:
         for ours, first, exact in zip(ranges, everyone[0], expected, strict=True):
@@ -58,5 +40,5 @@ def test_half_precision_halves_the_bytes_of_float32_only() -> None:
 def test_only_fp16_can_overflow() -> None:
     assert [name for name, codec in ALL.items() if codec.can_overflow] == ["fp16"]
     values = [[torch.tensor([60000.0])], [torch.tensor([60000.0])]]
-    converse(ALL["fp16"], values)
+    converse([ALL["fp16"].converse(parcels([ranges])[0]) for ranges in values])
     assert values[0][0].isinf().all() and values[1][0].isinf().all()

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from gradientflow.compress import EXACT, Sum
+from conversations import parcels
+from gradientflow.compress import EXACT, Conversation, Sum
 from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.plan import NATIVE, Message, Plan, Slice
 from gradientflow.runtime.pump import Pump
@@ -21,6 +22,7 @@ class RecordingExchange:
     """Answers after a moment; notes what was carried on which lane, by which thread."""
 
     deadline_s = 1.0
+    patterns = ()
 
     def __init__(self, num_lanes: int, fail_at: int = -1) -> None:
         self.num_lanes = num_lanes
@@ -50,7 +52,9 @@ def plan_of(num_messages: int, num_lanes: int) -> Plan:
 def loaded(exchange: RecordingExchange, num_messages: int) -> tuple[Pump, Recorder]:
     recorder = Recorder()
     pump = Pump(exchange, EXACT, HostStreams(), recorder)  # type: ignore[arg-type]
-    pump.load(plan_of(num_messages, exchange.num_lanes), [[torch.tensor([float(i)])] for i in range(num_messages)])
+    pump.load(
+        plan_of(num_messages, exchange.num_lanes), parcels([[torch.tensor([float(i)])] for i in range(num_messages)])
+    )
     return pump, recorder
 
 
@@ -148,10 +152,8 @@ def test_a_lane_that_does_not_move_runs_into_the_deadline() -> None:
 # - In two halves
 
 
-class Shards:
-    squares = torch.tensor([99.0])
-
-    def measure(self) -> None: ...
+def norms() -> Conversation:
+    yield Sum([torch.tensor([99.0])])
 
 
 def decoupled(num_messages: int, num_lanes: int) -> Plan:
@@ -164,8 +166,8 @@ def decoupled(num_messages: int, num_lanes: int) -> Plan:
 def test_lanes_sum_everything_then_norms_then_gather(num_lanes: int) -> None:
     exchange = RecordingExchange(num_lanes)
     pump = Pump(exchange, EXACT, HostStreams(), Recorder())  # type: ignore[arg-type]
-    ranges = [[torch.tensor([float(number)])] for number in range(7)]
-    pump.load(decoupled(7, num_lanes), ranges, Shards())  # type: ignore[arg-type]
+    messages = parcels([[torch.tensor([float(number)])] for number in range(7)])
+    pump.load(decoupled(7, num_lanes), messages, norms)
     order = random.Random(2)
     for step in range(10):
         pump.begin(step)
@@ -173,7 +175,7 @@ def test_lanes_sum_everything_then_norms_then_gather(num_lanes: int) -> None:
         for message in early:
             pump.ready(message)
         pump.launch([message for message in range(7) if message not in early])
-        pump.wait_for_norms()
+        pump.wait_for_closing()
         assert all(set(exchange.carried[lane][-100:]) >= set(range(lane, 7, num_lanes)) for lane in range(num_lanes))
         pump.wait(range(7))
         pump.finish([])
@@ -181,3 +183,26 @@ def test_lanes_sum_everything_then_norms_then_gather(num_lanes: int) -> None:
     for lane in range(num_lanes):
         own = list(range(lane, 7, num_lanes))
         assert exchange.carried[lane] == [*own, *([99] if lane == 0 else []), *reversed(own)] * 10
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3])
+def test_a_closing_conversation_comes_when_all_lanes_have_carried_everything(num_lanes: int) -> None:
+    exchange = RecordingExchange(num_lanes)
+    pump = Pump(exchange, EXACT, HostStreams(), Recorder())  # type: ignore[arg-type]
+    begun = []
+
+    def closing() -> Conversation:
+        begun.append(sum(map(len, exchange.carried.values())))
+        yield Sum([torch.tensor([99.0])])
+
+    pump.load(plan_of(7, num_lanes), parcels([[torch.tensor([float(number)])] for number in range(7)]), closing)
+    order = random.Random(3)
+    for step in range(10):
+        pump.begin(step)
+        early = order.sample(range(7), order.randrange(8))
+        for message in early:
+            pump.ready(message)
+        pump.finish([message for message in range(7) if message not in early])
+        assert begun[step] == 8 * step + 7
+    pump.close()
+    assert exchange.carried[0][-1] == 99

@@ -91,7 +91,7 @@ def method(name: str) -> Method:
 
 def _recipe(name: str, text: str) -> Method:
     try:
-        recipe = as_recipe(text)
+        recipe = as_recipe(text).settled()
     except RecipeError as error:
         near = get_close_matches(text, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(NAMES)} or a recipe"

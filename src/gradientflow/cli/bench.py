@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from gradientflow.bench.ablation import Stage
     from gradientflow.bench.results import Results
     from gradientflow.bench.worker import Progress
     from gradientflow.profiles import Profile
@@ -41,6 +42,9 @@ def bench(
         typer.Option(help=f"Of each host's link: 100Mbit, 1Gbit, unshaped. Default: {DEFAULT_RATE} in a lab."),
     ] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated: ddp, ddp-best, ..., or recipes.")] = DEFAULT_METHODS,
+    ablation: Annotated[
+        str | None, typer.Option(help="Instead of --methods: ddp-best, and this recipe's parts one by one.")
+    ] = None,
     iterations: Annotated[int, typer.Option(help="Of each method, at least; nine blocks share them.")] = 18,
     precision: Annotated[float, typer.Option(help="Go on until 95 % intervals are +- this.")] = 0.02,
     max_rounds: Annotated[int, typer.Option(help="Blocks of each method at most, 9 or more.")] = 30,
@@ -59,6 +63,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
 ) -> None:
     """Measure methods of exchanging gradients, interleaved in one run, against stock DDP and against the limit."""
+    from gradientflow.bench.ablation import gains
     from gradientflow.bench.results import Conditions
     from gradientflow.bench.worker import MIN_ROUNDS, MOST_COMPUTE_S, Specification
     from gradientflow.documents import check_writable
@@ -66,7 +71,8 @@ def bench(
     from gradientflow.lab.workloads import usual_batch
 
     in_a_world = "RANK" in os.environ
-    names = check_methods(methods)
+    parts = () if ablation is None else _parts(ablation, methods)
+    names = check_methods(",".join(["ddp-best", *(part.recipe for part in parts)]) if parts else methods)
     if iterations < 1 or max_rounds < MIN_ROUNDS or not 0 < precision < 1:
         raise UsageError(
             f"--iterations must be 1 or more, --max-rounds {MIN_ROUNDS} or more, --precision between 0 and 1"
@@ -115,7 +121,7 @@ def bench(
         check_memory(profile, len(names), world)
         with stoppable(), arena(world, bits_per_s, shaped=not loopback) as place, progress_bar() as follow:
             results = run_at(place, spec, follow)
-    _show(results)
+    _show(results, gains(results, parts))
     if out is not None:
         results.write(out)
         print(f"\nResults: {out}\nA page: gradientflow report {out}")
@@ -132,6 +138,15 @@ def check_methods(text: str) -> tuple[str, ...]:
         if name != "ddp-best":  # found by a pilot
             method(name)
     return numbered(name for name in names if name != "compute")  # which is always there
+
+
+def _parts(recipe: str, methods: str) -> tuple[Stage, ...]:
+    from gradientflow.bench.ablation import stages
+    from gradientflow.recipe import as_recipe
+
+    if methods != DEFAULT_METHODS:
+        raise UsageError("--ablation has methods of its own: leave --methods out")
+    return stages(as_recipe(recipe))
 
 
 def _profile(
@@ -231,13 +246,15 @@ class _LinesNowAndThen:
             print(f"{line.words} ({line.done} of {line.total})", file=sys.stderr, flush=True)
 
 
-def _show(results: Results) -> None:
+def _show(results: Results, parts: list[str]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 140  # a table that is cut to a pipe's 80 columns cannot be read
     show_results(console, results)
+    if parts:
+        console.print("\n".join(["", "What each part makes of the one before it:", *parts]))
 
 
 def show_results(console: Console, results: Results) -> None:

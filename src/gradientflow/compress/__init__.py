@@ -8,10 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradientflow.compress.cast import bf16, fp16
-from gradientflow.compress.codec import EXACT, Codec, Conversation, Exact, Sum, Traffic
+from gradientflow.compress.cast import Cast, bf16, fp16
+from gradientflow.compress.codec import (
+    EXACT,
+    Answer,
+    Codec,
+    Conversation,
+    Exact,
+    Gather,
+    Parcel,
+    Question,
+    Sum,
+    Traffic,
+)
+from gradientflow.compress.feedback import Feedback, Momentum
+from gradientflow.compress.words import csc
 
-#: Name in a recipe -> constructor from the argument as written after the colon, "" if none.
-CODECS: dict[str, Callable[[str], Codec]] = {"fp16": fp16, "bf16": bf16}
+#: Name in a recipe -> constructor from the argument as written after the colon, "" if none: precisions on the wire,
+CASTS: dict[str, Callable[[str], Cast]] = {"fp16": fp16, "bf16": bf16}
+#: and codecs that send a part, in any of those.
+PARTS: dict[str, Callable[[str, Cast | None], Feedback]] = {"csc": csc}
 
-__all__ = ["CODECS", "EXACT", "Codec", "Conversation", "Exact", "Sum", "Traffic", "bf16", "fp16"]
+__all__ = [
+    "CASTS",
+    "EXACT",
+    "PARTS",
+    "Answer",
+    "Cast",
+    "Codec",
+    "Conversation",
+    "Exact",
+    "Feedback",
+    "Gather",
+    "Momentum",
+    "Parcel",
+    "Question",
+    "Sum",
+    "Traffic",
+    "bf16",
+    "csc",
+    "fp16",
+]

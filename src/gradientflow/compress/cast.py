@@ -7,11 +7,9 @@ runtime raises `NonFiniteError` (a stock DDP fp16 hook poisons the weights witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from gradientflow.compress.codec import Codec, Conversation, Sum, Traffic
+from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic
 from gradientflow.errors import RecipeError
 
 
@@ -24,34 +22,35 @@ class Cast:
         self.wire = wire
         self.can_overflow = torch.finfo(wire).max < 1e38
 
-    def converse(self, ranges: Sequence[torch.Tensor]) -> Conversation:
-        if not self._narrows(ranges[0].dtype):
-            yield Sum(ranges)
+    def converse(self, parcel: Parcel) -> Conversation:
+        if self.type_of(parcel.values[0].dtype) is parcel.values[0].dtype:
+            yield Sum(parcel.values)
             return
-        narrow = [values.to(self.wire) for values in ranges]
+        narrow = [values.to(self.wire) for values in parcel.values]
         yield Sum(narrow)
-        for values, summed in zip(ranges, narrow, strict=True):
+        for values, summed in zip(parcel.values, narrow, strict=True):
             values.copy_(summed)
 
     def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
-        if not self._narrows(dtype):
-            return Traffic(1, numel * dtype.itemsize, 0)
+        if self.type_of(dtype) is dtype:
+            return Traffic(1, numel * dtype.itemsize, 0, 0)
         nbytes = numel * self.wire.itemsize
-        return Traffic(1, nbytes, nbytes)
+        return Traffic(1, nbytes, nbytes, 2 * (nbytes + numel * dtype.itemsize))
 
-    def _narrows(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > self.wire.itemsize
+    def type_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What travels in place of `dtype`."""
+        return self.wire if dtype.is_floating_point and dtype.itemsize > self.wire.itemsize else dtype
 
 
-def fp16(argument: str = "") -> Codec:
+def fp16(argument: str = "") -> Cast:
     return _cast("fp16", torch.float16, argument)
 
 
-def bf16(argument: str = "") -> Codec:
+def bf16(argument: str = "") -> Cast:
     return _cast("bf16", torch.bfloat16, argument)
 
 
-def _cast(name: str, wire: torch.dtype, argument: str) -> Codec:
+def _cast(name: str, wire: torch.dtype, argument: str) -> Cast:
     if argument:
         raise RecipeError(f"+{name} takes no argument, found {argument!r}: write +{name}")
     return Cast(wire)

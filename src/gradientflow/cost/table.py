@@ -163,6 +163,25 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """A message that a codec works on, for so many seconds a byte, before and after it travels."""
+
+    cost: Cost
+    compute_s_per_byte: float
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        return self.compute_s_per_byte + self.cost.beta_s_per_byte
+
+    @property
+    def host_s(self) -> float:
+        return self.cost.host_s
+
+    def seconds(self, nbytes: float) -> float:
+        return self.compute_s_per_byte * nbytes + self.cost.seconds(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Best:
     """The quickest of several ways to carry a message; the first unless another gains a `MARGIN`.
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradientflow.compress import Sum
+from gradientflow.compress import Answer, Gather, Question
 from gradientflow.errors import DeadlineError, DisagreementError, TrainingError, UsageError
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, store_beside
@@ -141,19 +141,25 @@ class Exchange:
         links.connect({peer for pattern in patterns.values() for peer in peers_of(pattern, self.rank)}, self.num_lanes)
         self._staged = Staged(links, patterns, self.rank, self.num_lanes)
 
-    def answer(self, question: Sum, lane: int, number: int = 0, detail: str = "", pattern: str = NATIVE) -> None:
-        """Carry out a codec's question in place. Returns when the result is there (on an accelerator: when
-        it is queued on the current stream). `number` and `detail` say which exchange this is part of."""
+    def answer(self, question: Question, lane: int, number: int = 0, detail: str = "", pattern: str = NATIVE) -> Answer:
+        """Carry out a codec's question, a sum in place. Returns when the result is there (on an accelerator: when
+        it is queued on the current stream). `number` and `detail` say which exchange this is part of; patterns are for
+        sums."""
         if self.world == 1:
-            return
+            return [question.tensor] if isinstance(question, Gather) else None
         self.health.enter("gradients", number, detail)
         try:
+            if isinstance(question, Gather):
+                into = question.tensor.new_empty((self.world, question.tensor.numel()))
+                self._wait(self._sums.all_gather(into, question.tensor, lane))
+                return into.unbind()
             if pattern == NATIVE:
                 for pending in [self._sums.all_reduce(tensor, lane) for tensor in question.tensors]:
                     self._wait(pending)
             else:
                 for tensor in question.tensors:
                     self._run(pattern, tensor, lane)
+            return None
         finally:
             self.health.leave()
 

@@ -51,7 +51,7 @@ START_WITH_MPIRUN = "start the script with mpirun, as in `mpirun -n 4 python tra
 #: Given up, with all that MPI may still write to; see [Note: abandoned operations] in native.py.
 _given_up: list[Any] = []
 #: Begun and not yet done, in all of this process.
-_under_way: set[_Sum] = set()
+_under_way: set[_Begun] = set()
 
 
 def library() -> Any:
@@ -111,7 +111,17 @@ class Mpi:
             request = self._lanes[lane].Iallreduce(self._mpi.IN_PLACE, [memory, values.numel(), kind], operation)
         except self._mpi.Exception as error:
             raise ConnectionError(_words(error)) from error
-        return _Sum(request, values, self._mpi.Exception)
+        return _Begun(request, (values,), self._mpi.Exception)
+
+    def all_gather(self, into: torch.Tensor, values: torch.Tensor, lane: int) -> Pending:
+        """`values` of every rank into the rows of `into`."""
+        assert values.is_contiguous() and into.is_contiguous()
+        own, everyone = (self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes) for x in (values, into))
+        try:
+            request = self._lanes[lane].Iallgather([own, self._mpi.BYTE], [everyone, values.nbytes, self._mpi.BYTE])
+        except self._mpi.Exception as error:
+            raise ConnectionError(_words(error)) from error
+        return _Begun(request, (values, into), self._mpi.Exception)
 
     def abandon(self) -> None:
         _given_up.append(self._lanes)
@@ -131,11 +141,11 @@ class Mpi:
         group.Free()
 
 
-class _Sum:
-    """A sum that was begun. It keeps the memory that MPI writes to."""
+class _Begun:
+    """An operation that was begun. It keeps the memory that MPI reads and writes."""
 
-    def __init__(self, request: MPI.Request, values: torch.Tensor, failure: type[Exception]) -> None:
-        self._request, self._values, self._failure = request, values, failure
+    def __init__(self, request: MPI.Request, memory: tuple[torch.Tensor, ...], failure: type[Exception]) -> None:
+        self._request, self._memory, self._failure = request, memory, failure
         _under_way.add(self)
 
     def done_within(self, patience_s: float | None) -> bool:

@@ -39,6 +39,10 @@ class Groups:
     def all_reduce(self, values: torch.Tensor, lane: int) -> Pending:
         return _Operation(self._groups[1 + lane].allreduce([values]))
 
+    def all_gather(self, into: torch.Tensor, values: torch.Tensor, lane: int) -> Pending:
+        """`values` of every rank into the rows of `into`."""
+        return _Operation(self._groups[1 + lane].allgather([list(into.unbind())], [values]))
+
     def broadcast(self, values: torch.Tensor, source: int) -> Pending:
         return _Operation(self._groups[0].broadcast(values, source))
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradientflow.compress import Feedback
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange, Moment, Stamp
 from gradientflow.network import Network
@@ -60,7 +61,8 @@ def attach(
 
     recipe: "lazy" unless said otherwise here or by `gradientflow run --recipe`; see `gradientflow.recipe`.
     process_group: the default one unless given. Its connections are not used, only its members.
-    scaler: the loop's `GradScaler`; with it, an overflow on the fp16 wire is left for the scaler to skip.
+    scaler: the loop's `GradScaler`; with it, an overflow on the fp16 wire is left for the scaler to skip, and what a
+        codec remembers is in unscaled units.
     profile: the model's tensors in backward order; without it the first step is observed.
     master_weights: update fp16/bf16 parameters through float32 copies; see `gradientflow.runtime.master`.
     broadcast_buffers: make buffers rank 0's before each training forward, as DDP does.
@@ -82,6 +84,7 @@ def attach(
         broadcast_buffers=broadcast_buffers,
         master_weights=master_weights,
         overflow_is_handled=scaler is not None and scaler.is_enabled(),
+        scaler=scaler,
         nonfinite=nonfinite,
     )
     return open_flow(
@@ -186,6 +189,8 @@ def _may_gate(
         why_not = "master_weights=True rounds all copies after each step"
     elif options.nonfinite != "pass":
         why_not = f"nonfinite={options.nonfinite!r} looks at all gradients before a step"
+    elif isinstance(recipe.codec(), Feedback):
+        why_not = "whether a step counts is known when all of its messages have arrived"
     elif recipe.codec().can_overflow and not options.overflow_is_handled:
         why_not = "fp16 on the wire may overflow, so all gradients are looked at before a step: use +bf16"
     elif sparse_names(model, trainable(model, options.ignored)):

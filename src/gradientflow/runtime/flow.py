@@ -53,6 +53,8 @@ class Memory(Record):
     #: What a codec holds beside the pool while messages are on the wire, at most.
     wire: int = 0
     master_weights: int = 0
+    #: What a codec keeps from step to step.
+    remembered: int = 0
 
 
 #: Given what the node passed on (nothing) and what it got: (gradient,), or (None,) from a function that gave none.
@@ -261,8 +263,11 @@ class Flow(ABC):
         masters = self._masters.state_dict() if self._masters else {}
         return {"version": 1, "step": self._step, "master_weights": masters}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a `state_dict`, on all ranks together; after the model's own."""
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Take over a `state_dict`, on all ranks together; after the model's own.
+
+        A list of the states of all ranks may come from another world, of which each rank takes its share."""
+        state = as_states(state)[0]
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise UsageError("expected what state_dict() of a flow gave, version 1")
         missing = {"step", "master_weights"} - state.keys()
@@ -663,6 +668,10 @@ class Flow(ABC):
     def _refresh_masters(self) -> None:
         if self._masters:
             self._masters.refresh()
+
+
+def as_states(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return state if isinstance(state, list | tuple) and state else [state]  # type: ignore[list-item]
 
 
 def _kind(error: BaseException) -> str:

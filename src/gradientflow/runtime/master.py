@@ -39,6 +39,9 @@ class MasterWeights:
         """The float32 copies."""
         return self._masters.values()
 
+    def by_name(self) -> Mapping[str, nn.Parameter]:
+        return self._masters
+
     def take_gradients(self) -> None:
         """Move averaged gradients to the copies. The model's own are dropped: `optimizer.zero_grad()` no
         longer reaches them."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 NonFinite = Literal["pass", "raise", "skip"]
 
 
@@ -30,5 +32,7 @@ class Options:
     forward_is_told: bool = False
     #: `optimizer.step()` may be put off, part by part, until the next forward pass needs its result.
     gate: bool = False
+    #: The loop's, if the flow was told.
+    scaler: torch.amp.GradScaler | None = field(default=None, repr=False)
     #: Names of parameters and buffers to leave alone.
     ignored: frozenset[str] = field(default_factory=frozenset)

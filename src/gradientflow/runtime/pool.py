@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from gradientflow.compress import Parcel
 from gradientflow.plan import Message, Plan
 
 _Key = tuple[torch.device, torch.dtype]
@@ -92,14 +93,19 @@ class Pool:
         """A new view of where the parameter's gradient lies."""
         return self._buffer_of[name].view(name, parameter)
 
-    def ranges(self, index: int, message: Message) -> list[torch.Tensor]:
+    def parcel(self, index: int, message: Message, flags_apart: bool) -> Parcel:
+        """Message `index` of the plan as a codec gets it."""
+        flags = self.presence if flags_apart and index == self.carrier else None
+        return Parcel(index, message, self.ranges(index, message, with_presence=flags is None), flags)
+
+    def ranges(self, index: int, message: Message, with_presence: bool = True) -> list[torch.Tensor]:
         """Message `index` of the plan as flat ranges, neighbours joined."""
         buffer = self._buffer_of[message.slices[0].tensor]
         bounds = [
             (buffer.offsets[piece.tensor] + piece.start, buffer.offsets[piece.tensor] + piece.stop)
             for piece in message.slices
         ]
-        if index == self.carrier:
+        if index == self.carrier and with_presence:
             bounds.append((buffer.numel, buffer.size))
         joined: list[tuple[int, int]] = []
         for start, stop in bounds:

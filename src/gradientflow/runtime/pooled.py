@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradientflow.compress import Exact
+from gradientflow.compress import Exact, Feedback
 from gradientflow.cost.table import Cost
 from gradientflow.documents import parse_json
-from gradientflow.errors import TrainingError, UsageError
+from gradientflow.errors import NonFiniteError, TrainingError, UsageError
 from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.comm_hooks import CommHook, HookPump
+from gradientflow.runtime.compression import Compression
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
-from gradientflow.runtime.flow import ArrivalHook, Flow, Memory, trainable
+from gradientflow.runtime.flow import ArrivalHook, Flow, Memory, as_states, trainable
 from gradientflow.runtime.gate import Gate, Owner
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.optimizers import Given, OneOptimizer
@@ -61,6 +62,7 @@ class PooledFlow(Flow):
         super().__init__(model, optimizer, exchange, options)
         self.recipe = recipe
         self._codec = recipe.codec()
+        self._compression = Compression(self._codec, options.scaler) if isinstance(self._codec, Feedback) else None
         self._run_directory = run_directory
         self._comm_hooks: list[CommHook] = []
 
@@ -79,6 +81,7 @@ class PooledFlow(Flow):
         self._observes = self._observing = observe
         self._next_plan: Plan | None = None
         self._pool: Pool | None = None
+        self._shards: Shards | None = None
         self._views: list[torch.Tensor] = []  # empty ones for sparse gradients
         self._addresses: list[int] = []  # of those, in the pool
         self._handed: list[torch.Tensor] = []  # what `.grad` becomes: those, or what waits for them
@@ -93,6 +96,7 @@ class PooledFlow(Flow):
         self._build()
         self._install(plan)
         self._watch()
+        self._meet_optimizer(aloud=exchange.rank == 0)
         if options.gate:
             assert isinstance(self._optimizers, OneOptimizer) and options.gradients_are_views
             before = OriginalOnly(lambda *given: self.catch_up())
@@ -114,8 +118,12 @@ class PooledFlow(Flow):
 
     def memory(self) -> Memory:
         assert self._pool is not None
-        masters = self._masters.nbytes if self._masters else 0
-        return Memory(pool=self._pool.nbytes, wire=self._pump.wire_nbytes(), master_weights=masters)
+        return Memory(
+            pool=self._pool.nbytes,
+            wire=self._pump.wire_nbytes(),
+            master_weights=self._masters.nbytes if self._masters else 0,
+            remembered=self._compression.nbytes if self._compression else 0,
+        )
 
     def profile(self) -> Profile:
         """As seen in the last step. Sparse gradients are not in it: they travel beside the plan."""
@@ -125,11 +133,13 @@ class PooledFlow(Flow):
         """Holds the plan too: the order of a sum decides its last bits, so an exact resume needs it."""
         self.catch_up()
         plan = (self._next_plan or self._plan_now).model_dump_json()
-        return super().state_dict() | {"recipe": str(self.recipe), "plan": plan}
+        found = super().state_dict() | {"recipe": str(self.recipe), "plan": plan}
+        return found | ({"compression": self._compression.state_dict()} if self._compression else {})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         self.catch_up()
-        plan = None
+        states, plan = as_states(state), None
+        state = states[0]
         if isinstance(state, Mapping) and state.get("recipe") == str(self.recipe) and "plan" in state:
             # Lanes are this world's own affair: a state saved on another backend may count others.
             plan = parse_json(Plan, state["plan"], "the saved plan").on_lanes(self._exchange.num_lanes)
@@ -139,6 +149,9 @@ class PooledFlow(Flow):
                 raise UsageError(f"the state was saved for another model: {error}") from None
             compare(self._exchange.control, describe_plan(plan))
         super().load_state_dict(state)
+        if self._compression and "compression" in state:
+            self._compression.load_state_dict([state["compression"] for state in states])
+            self._next_plan = self._plan_now  # what was loaded takes its place when a plan is installed
         if plan is not None:
             self._observing = self._asked_early = False
             self._next_plan = plan
@@ -203,6 +216,17 @@ class PooledFlow(Flow):
         self._next_plan, self._observing, self._num_observed = None, self._observes, 0
         self._asked_early = False
         self._install(plan)
+        self._meet_optimizer(aloud=False)
+
+    def _meet_optimizer(self, *, aloud: bool) -> None:
+        if self._compression is None:
+            return
+        copies = self._masters.by_name() if self._masters else {}
+        names: dict[torch.Tensor, str] = {
+            copies.get(name, p): name for name, p in self._parameters.items() if name not in self._sparse.names
+        }
+        one = self._optimizers.optimizer if isinstance(self._optimizers, OneOptimizer) else None
+        self._compression.meet_optimizer(one, names, aloud=aloud)
 
     def _install(self, plan: Plan) -> None:
         """Lay the pool out anew. Gradients that live in the old one move over."""
@@ -220,12 +244,11 @@ class PooledFlow(Flow):
         for name, gradient in living.items():
             pool.views[name].copy_(gradient)
             self._parameters[name].grad = pool.views[name]
-        ranges = [pool.ranges(index, message) for index, message in enumerate(plan.messages)]
         if isinstance(self._pump, HookPump):
+            ranges = [pool.ranges(index, message) for index, message in enumerate(plan.messages)]
             self._pump.load(plan, ranges, pool, self._parameters)
         else:
-            shards = Shards(plan, pool, self._names, self._exchange) if plan.norms else None
-            self._pump.load(plan, ranges, shards)
+            self._load_pump(self._pump, pool, plan)
 
         messages_of: dict[str, list[int]] = {name: [] for name in self._names}
         for index, message in enumerate(plan.messages):
@@ -240,6 +263,19 @@ class PooledFlow(Flow):
         self._num_missing[:] = self._num_tensors
         if self._gate is not None and plan.stages:
             self._load_gate(self._gate, plan)
+
+    def _load_pump(self, pump: Pump, pool: Pool, plan: Plan) -> None:
+        apart = self._compression is not None
+        parcels = [pool.parcel(index, message, flags_apart=apart) for index, message in enumerate(plan.messages)]
+        closing = None
+        self._shards = Shards(plan, pool, self._names, self._exchange) if plan.norms else None
+        if self._shards:
+            closing = self._shards.converse
+        if isinstance(self._codec, Feedback):
+            closing = self._codec.close
+        if self._compression:
+            self._compression.lay_out(plan, parcels, self._exchange)
+        pump.load(plan, parcels, closing)
 
     def _load_gate(self, gate: Gate, plan: Plan) -> None:
         number = {name: index for index, name in enumerate(self._names)}
@@ -373,6 +409,8 @@ class PooledFlow(Flow):
         if self._next_plan is not None:
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
+        if self._compression:
+            self._compression.begin()
         self._pump.begin(self._step)
 
     def _bring_views_home(self) -> None:
@@ -433,10 +471,10 @@ class PooledFlow(Flow):
 
     def _norms(self) -> Sequence[torch.Tensor]:
         assert isinstance(self._pump, Pump)
-        if self._pump.shards is None:
+        if self._shards is None:
             return ()
-        self._pump.wait_for_norms()
-        return self._pump.shards.norms()
+        self._pump.wait_for_closing()
+        return self._shards.norms()
 
     def _conclude_early(self) -> None:
         assert isinstance(self._pump, Pump) and self._pool is not None
@@ -463,6 +501,8 @@ class PooledFlow(Flow):
     ) -> Given | None:
         is_ours = self._stepped_at.get(optimizer) != self._step  # else another wrapper's, or a second one
         super()._before_step(optimizer, args, kwargs)
+        if self._compression and is_ours:
+            self._compression.before_update(optimizer)
         if self._gate is None or self._gate_shut or not is_ours:
             self.catch_up()
             return None
@@ -484,6 +524,8 @@ class PooledFlow(Flow):
         return None
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._compression:
+            self._compression.after_update()
         super()._after_step(optimizer)
         if self._watch_optimizer is not None:
             objection = self._watch_optimizer.objection(optimizer)
@@ -549,6 +591,8 @@ class PooledFlow(Flow):
         """Sums are in the pool: give them to the parameters."""
         assert self._pool is not None
         nowhere = self._pool.absent_everywhere(absent | kept.keys())
+        if self._compression:  # what no rank has now may be left over from before
+            nowhere = {name for name in nowhere if not self._pool.views[name].any()}
         as_view = self._options.gradients_are_views
         number = {name: index for index, name in enumerate(self._names)}
         for name in absent - nowhere:
@@ -597,7 +641,30 @@ class PooledFlow(Flow):
         return self._pump.num_calls if isinstance(self._pump, HookPump) else 0
 
     def _can_overflow(self) -> bool:
-        return self._codec.can_overflow
+        return self._codec.can_overflow and self._compression is None
+
+    def _judge(self, offenders: dict[int, str]) -> None:
+        if self._compression is None or offenders or self._compression.settle():
+            super()._judge(offenders)
+            return
+        if self._joined:
+            return
+        words = f"step {self._step - 1}: a gradient is inf or nan on some rank, or became so on the wire"
+        if self._options.overflow_is_handled:
+            self._spoil_gradients()
+            return
+        self._drop_gradients()
+        if self._options.nonfinite == "raise":
+            raise NonFiniteError(f"{words}; gradients are dropped on all ranks, what they had left over is as before")
+        if self._exchange.rank == 0:
+            _log.warning("%s: all ranks leave it out, as if it had not been", words)
+
+    def _spoil_gradients(self) -> None:
+        """For a scaler to see, wherever it looks: what is sent may not hold what went wrong."""
+        held = [*self._parameters.values(), *(self._masters.parameters() if self._masters else ())]
+        for parameter in held:
+            if parameter.grad is not None:
+                parameter.grad.fill_(float("inf"))
 
 
 def in_order_of_registration(

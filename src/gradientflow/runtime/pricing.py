@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from gradientflow.compress import Codec, Sum
-from gradientflow.cost.table import Best, Cost, CostTable, Steps
+from gradientflow.cost.table import Best, Cost, CostTable, Encoded, Steps
 from gradientflow.exchange import Exchange
 from gradientflow.patterns import HALVES
 from gradientflow.plan import NATIVE
@@ -27,13 +27,27 @@ def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: i
     """Seconds of one message by its size, as a gradient's bytes count. Collective; each rank's own clock.
 
     by_size: messages may go by any of the exchange's patterns, else all by the same."""
-    fraction = codec.traffic(SIZES[-1] // 4, torch.float32).nbytes / SIZES[-1]
     buffer = torch.zeros(SIZES[-1] // 4, device=device)
+    traffic = codec.traffic(buffer.numel(), buffer.dtype)
+    fraction = traffic.nbytes / buffer.nbytes
+    compute_s_per_byte = traffic.touched_nbytes / buffer.nbytes * _touch_s_per_byte(buffer)
     if not by_size:
         pattern = next(iter(exchange.patterns), NATIVE)
-        return Steps(_table(exchange, pattern, buffer, step), 2 if pattern in HALVES else 1, fraction)
-    names = (NATIVE, *exchange.patterns)
-    return Best({name: Steps(_table(exchange, name, buffer, step), 1, fraction) for name in names})
+        steps = Steps(_table(exchange, pattern, buffer, step), 2 if pattern in HALVES else 1, fraction)
+        return Encoded(steps, compute_s_per_byte)
+    tables = {name: _table(exchange, name, buffer, step) for name in (NATIVE, *exchange.patterns)}
+    return Best({name: Encoded(Steps(table, 1, fraction), compute_s_per_byte) for name, table in tables.items()})
+
+
+def _touch_s_per_byte(buffer: torch.Tensor) -> float:
+    """Of memory that is read or written."""
+    times_s = []
+    for _ in range(1 + REPEATS):
+        start_s = time.perf_counter()
+        buffer.clone()
+        _finish(buffer)
+        times_s.append(time.perf_counter() - start_s)
+    return median(times_s[1:]) / (2 * buffer.nbytes)
 
 
 def _table(exchange: Exchange, pattern: str, buffer: torch.Tensor, step: int) -> CostTable:
@@ -53,6 +67,10 @@ def _table(exchange: Exchange, pattern: str, buffer: torch.Tensor, step: int) ->
 def _once(exchange: Exchange, pattern: str, values: torch.Tensor, step: int) -> float:
     start_s = time.perf_counter()
     exchange.answer(Sum([values]), 0, step, "measure what messages cost", pattern)
+    _finish(values)
+    return max(time.perf_counter() - start_s, 1e-9)
+
+
+def _finish(values: torch.Tensor) -> None:
     if values.device.type != "cpu":
         torch.accelerator.synchronize(values.device)
-    return max(time.perf_counter() - start_s, 1e-9)

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from gradientflow.compress import Codec, Sum
+from gradientflow.compress import Codec, Conversation, Parcel
 from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.exchange import Exchange
 from gradientflow.patterns import QUICKEST, gather_of, scatter_of
-from gradientflow.plan import Plan
-from gradientflow.runtime.shards import Shards
+from gradientflow.plan import NATIVE, Plan
 from gradientflow.runtime.streams import Streams
 from gradientflow.trace import Recorder, Span
 
@@ -39,21 +38,23 @@ class Pump:
         self._recorder = recorder
         self._step = 0
         self._ready_s: list[float] = []
-        self._ranges: list[list[torch.Tensor]] = []
-        self.shards: Shards | None = None
+        self._parcels: Sequence[Parcel] = ()
+        self._closing: Callable[[], Conversation] | None = None
         self._labels: list[str] = []
         self._places: list[str] = []
         self._lane_of: list[int] = []
         self._patterns: list[str] = []
         self._parts: list[_Part] = []  # what queues hold
-        self._norms_place = -1  # in the first lane's queue
+        self._closing_place = -1  # in the first lane's queue
         self._place_of: list[int] = []  # in its lane's queue
         self._lanes = [_Lane(number, self._carry) for number in range(exchange.num_lanes)]
 
-    def load(self, plan: Plan, ranges: Sequence[list[torch.Tensor]], shards: Shards | None = None) -> None:
-        """Take a new plan, with `shards` if it is for norms. All lanes must be drained."""
-        self.shards = shards
-        self._ranges = list(ranges)
+    def load(self, plan: Plan, parcels: Sequence[Parcel], closing: Callable[[], Conversation] | None = None) -> None:
+        """Take a new plan and its messages. All lanes must be drained.
+
+        closing: begins a conversation about all of them, when all have been carried; of a decoupled plan, their first
+        halves."""
+        self._parcels, self._closing = parcels, closing
         self._labels = [message.label for message in plan.messages]
         self._places = [
             f"message {index} ({message.label}) on lane {message.lane}" for index, message in enumerate(plan.messages)
@@ -68,6 +69,8 @@ class Pump:
             queues[lane].append(message)
         if plan.gathers:
             self._decouple(plan, queues)
+        elif closing:
+            self._close_after(queues[:1])
         self._place_of = [0] * len(plan.messages)
         for queue, owner in zip(queues, self._lanes, strict=True):
             for place, number in enumerate(queue):
@@ -77,14 +80,18 @@ class Pump:
 
     def _decouple(self, plan: Plan, queues: list[list[int]]) -> None:
         self._parts = [part._replace(pattern=scatter_of(part.pattern)) for part in self._parts]
-        if plan.norms:
-            self._norms_place = len(queues[0])
-            for queue in queues:  # who clips waits for norms: nothing is to stand in their way
-                queue.append(len(self._parts))
-            self._parts.append(_Part(None, QUICKEST))
+        if self._closing:
+            self._close_after(queues)  # who clips waits for norms: nothing is to stand in their way
         for message in plan.gathers:
             queues[self._lane_of[message]].append(len(self._parts))
             self._parts.append(_Part(message, gather_of(self._patterns[message])))
+
+    def _close_after(self, queues: Sequence[list[int]]) -> None:
+        """What is in the queues now. The first lane converses, others wait for it."""
+        self._closing_place = len(queues[0])
+        for queue in queues:
+            queue.append(len(self._parts))
+        self._parts.append(_Part(None, QUICKEST if QUICKEST in self._exchange.patterns else NATIVE))
 
     def begin(self, step: int) -> None:
         """A new step: nothing is ready, every lane stands before its first message."""
@@ -118,9 +125,9 @@ class Pump:
             self._lanes[self._lane_of[message]].wait(self._place_of[message], self._patience_s)
         self._streams.join()
 
-    def wait_for_norms(self) -> None:
-        """Return when norms have been summed; the plan has to be for it."""
-        self._lanes[0].wait(self._norms_place, self._patience_s)
+    def wait_for_closing(self) -> None:
+        """Return when the closing conversation is over."""
+        self._lanes[0].wait(self._closing_place, self._patience_s)
 
     @property
     def idle_s(self) -> float:
@@ -136,10 +143,10 @@ class Pump:
     def wire_nbytes(self) -> int:
         """The most that conversations hold beside the pool: each lane its largest message."""
         largest = [0] * len(self._lanes)
-        patterns = [self._parts[message].pattern for message in range(len(self._ranges))]
-        for lane, ranges, pattern in zip(self._lane_of, self._ranges, patterns, strict=True):
-            if ranges:
-                traffic = self._codec.traffic(sum(values.numel() for values in ranges), ranges[0].dtype)
+        patterns = [self._parts[message].pattern for message in range(len(self._parcels))]
+        for lane, parcel, pattern in zip(self._lane_of, self._parcels, patterns, strict=True):
+            if values := parcel.values:
+                traffic = self._codec.traffic(sum(part.numel() for part in values), values[0].dtype)
                 beside = self._exchange.scratch_nbytes(pattern, traffic.nbytes)
                 largest[lane] = max(largest[lane], traffic.scratch_nbytes + beside)
         return sum(largest)
@@ -154,43 +161,49 @@ class Pump:
         message, pattern = self._parts[number]
         if message is None:
             if lane == 0:
-                self._sum_norms(lane)
+                self._close(lane, pattern)
             else:
-                self.wait_for_norms()
+                self.wait_for_closing()
             return
         start_s = self._recorder.clock()
-        ranges = self._ranges[message]
-        nbytes, where = 0, f"step {self._step}, {self._places[message]}"
+        parcel, nbytes = self._parcels[message], 0
         with torch.no_grad(), self._streams.carry(message, lane):
-            # An empty tensor by itself is a message of nothing, on every rank alike.
-            for question in self._codec.converse(ranges) if ranges else ():
-                nbytes += sum(tensor.nbytes for tensor in question.tensors)
-                self._exchange.answer(question, lane, self._step + 1, where, pattern)
+            if parcel.values:  # an empty tensor by itself is a message of nothing, on every rank alike
+                nbytes = self._drive(self._codec.converse(parcel), lane, self._places[message], pattern)
         details = {"message": message, "nbytes": nbytes, "waited_s": start_s - self._ready_s[message]}
         details["idle_s"] = self._lanes[lane].stood_s
         end_s = self._recorder.clock()
         self._recorder.add(Span("message", self._labels[message], f"lane {lane}", start_s, end_s, self._step, details))
 
-    def _sum_norms(self, lane: int) -> None:
-        """All first halves have to be there, those of other lanes too; they wait for none of this lane's."""
-        assert self.shards is not None
+    def _close(self, lane: int, pattern: str) -> None:
+        """What it is about has to be there, on other lanes too; those wait for none of this lane's."""
+        assert self._closing is not None
         for message, number in enumerate(self._lane_of):
             if number != lane:
                 self._lanes[number].wait(self._lanes[number].place_of(message), self._patience_s)
+        self._streams.join()
         start_s = self._recorder.clock()
         with torch.no_grad():
-            self.shards.measure()
-            question = Sum([self.shards.squares])
-            self._exchange.answer(question, lane, self._step + 1, f"step {self._step}, norms", QUICKEST)
-        details = {"nbytes": self.shards.squares.nbytes}
-        self._recorder.add(
-            Span("message", "norms", f"lane {lane}", start_s, self._recorder.clock(), self._step, details)
-        )
+            nbytes = self._drive(self._closing(), lane, "norms", pattern)
+        end_s = self._recorder.clock()
+        self._recorder.add(Span("message", "norms", f"lane {lane}", start_s, end_s, self._step, {"nbytes": nbytes}))
+
+    def _drive(self, conversation: Conversation, lane: int, place: str, pattern: str) -> int:
+        """From its first question to its last; returns the bytes that it asked about."""
+        nbytes, answer = 0, None
+        where = f"step {self._step}, {place}"
+        try:
+            while True:
+                question = conversation.send(answer)
+                nbytes += question.nbytes
+                answer = self._exchange.answer(question, lane, self._step + 1, where, pattern)
+        except StopIteration:
+            return nbytes
 
 
 class _Part(NamedTuple):
     """What a lane carries at once: a message by a pattern, or one half of it by one half of the pattern. No message:
-    norms, which the first lane carries and the others wait for."""
+    the closing conversation, which the first lane carries."""
 
     message: int | None
     pattern: str

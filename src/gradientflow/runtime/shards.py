@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradientflow.compress import Conversation, Sum
 from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.runtime.autograd import foreach_norm
@@ -29,16 +30,16 @@ class Shards:
                 self._parts.append(part)
                 owners.append(number[name])
         self._owners = torch.tensor(owners, dtype=torch.int64)
-        #: To be summed over ranks: squares of norms, by tensor.
-        self.squares = torch.zeros(len(names), dtype=torch.float64)
+        self._squares = torch.zeros(len(names), dtype=torch.float64)
 
-    def measure(self) -> None:
-        """Write this rank's share into `squares`."""
-        self.squares.zero_()
+    def converse(self) -> Conversation:
+        """Sum this rank's share of the squares with the others'."""
+        self._squares.zero_()
         if self._parts:
             norms = torch.stack([norm.double() for norm in foreach_norm(self._parts)])
-            self.squares.index_add_(0, self._owners, norms.square())
+            self._squares.index_add_(0, self._owners, norms.square())
+        yield Sum([self._squares])
 
     def norms(self) -> list[torch.Tensor]:
-        """Of each tensor; to be asked after the sum."""
-        return list(self.squares.sqrt().unbind())
+        """Of each tensor; to be asked when they have been summed."""
+        return list(self._squares.sqrt().unbind())

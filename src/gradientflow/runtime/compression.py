@@ -1,0 +1,111 @@
+"""Under a flow, a codec that remembers: what it has to be told of each step, and when what it proposes counts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradientflow.compress import Feedback, Parcel
+from gradientflow.compress.feedback import MOMENTUM, summed
+from gradientflow.errors import UsageError
+from gradientflow.exchange import Exchange
+from gradientflow.plan import Plan
+from gradientflow.runtime.momentum import BorrowedMomentum, why_not
+from gradientflow.runtime.optimizers import held_by
+
+_log = logging.getLogger(__name__)
+
+
+class Compression:
+    """Of one rank. scaler: gradients come multiplied by its factor, and are to be remembered without."""
+
+    def __init__(self, codec: Feedback, scaler: torch.amp.GradScaler | None) -> None:
+        self._codec, self._scaler = codec, scaler
+        self._rank, self._world = 0, 1
+        self._momentum: BorrowedMomentum | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._codec.nbytes
+
+    def meet_optimizer(
+        self, optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str], *, aloud: bool
+    ) -> None:
+        """names: of what the optimizer holds of the model. Again whenever that changes."""
+        if not self._codec.corrects:
+            return
+        objection = why_not(optimizer)
+        if (
+            optimizer is not None
+            and not objection
+            and any(p.requires_grad and p not in names for p in held_by(optimizer))
+        ):
+            objection = "the optimizer also updates parameters that are not exchanged"
+        if not objection:
+            assert isinstance(optimizer, torch.optim.SGD)
+            decays = self._momentum.state_dict() if self._momentum else {}
+            self._momentum = BorrowedMomentum(optimizer, names)
+            self._momentum.load_state_dict(decays)
+        elif aloud and self._momentum is None:
+            _log.warning("gradients that wait are plain sums, no velocities: %s", objection)
+
+    def lay_out(self, plan: Plan, parcels: Sequence[Parcel], exchange: Exchange) -> None:
+        self._rank, self._world = exchange.rank, exchange.world
+        self._codec.lay_out(parcels, exchange.world, plan.digest)
+
+    # - A step
+
+    def begin(self) -> None:
+        if self._momentum is None:
+            self._codec.begin({}, self._unit())
+            return
+        if velocities := self._momentum.take_velocities():  # the mean over ranks is what all of them had
+            self._codec.take_over(MOMENTUM, {name: values / self._world for name, values in velocities.items()})
+        self._codec.begin(self._momentum.momenta(), self._unit())
+
+    def _unit(self) -> float:
+        return self._scaler.get_scale() if self._scaler and self._scaler.is_enabled() else 1.0
+
+    def settle(self) -> bool:
+        """The step is over, and ranks agree on it: whether it can be used, or leaves no trace."""
+        return self._codec.settle()
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._momentum is not None and self._momentum.optimizer is optimizer:
+            self._momentum.before_step()
+
+    def after_update(self) -> None:
+        if self._momentum is not None:
+            self._momentum.put_back()
+
+    # - State
+
+    def state_dict(self) -> dict[str, Any]:
+        decays = self._momentum.state_dict() if self._momentum else {}
+        return {"rank": self._rank, "world": self._world, "codec": self._codec.state_dict(), "decays": decays}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """One rank's, to be this one's again; or those of all ranks of another world, of which each takes its share."""
+        missing = [key for state in states for key in ("rank", "world", "codec", "decays") if key not in state]
+        if missing:
+            raise UsageError(f"the state of compression lacks {missing[0]}: it is not what state_dict() gave")
+        worlds = {int(state["world"]) for state in states}
+        ranks = sorted(int(state["rank"]) for state in states)
+        codec: Mapping[str, Any]
+        if len(worlds) == 1 and ranks == list(range(*worlds)):
+            own = [state for state in states if (state["rank"], state["world"]) == (self._rank, self._world)]
+            codec = own[0]["codec"] if own else summed([state["codec"] for state in states], 1.0 / self._world)
+        elif len(states) == 1 and (ranks[0], *worlds) == (self._rank, self._world):
+            codec = states[0]["codec"]
+        else:
+            world = min(worlds)
+            raise UsageError(
+                f"what rank {ranks[0]} of {world} has not sent yet is not what rank {self._rank} of {self._world} has: "
+                f"give load_state_dict() the state that this rank saved, or a list of those of all {world} ranks"
+            )
+        self._codec.load_state_dict(codec)
+        if self._momentum is not None:
+            self._momentum.load_state_dict(states[0]["decays"])

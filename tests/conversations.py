@@ -1,0 +1,53 @@
+"""Conversations of codecs, with all ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradientflow.compress import Conversation, Gather, Parcel
+from gradientflow.plan import Message, Slice
+
+
+def converse(conversations: Sequence[Conversation]) -> tuple[int, int]:
+    """Run them in lockstep, one a rank; rounds and bytes that the first asked for."""
+    rounds = nbytes = 0
+    answers: list[object] = [None] * len(conversations)
+    while True:
+        questions = [_ask(each, answer) for each, answer in zip(conversations, answers, strict=True)]
+        if questions[0] is None:
+            assert questions == [None] * len(conversations), "ranks ask differently often"
+            return rounds, nbytes
+        kinds = {type(question) for question in questions}
+        assert len(kinds) == 1, "ranks ask different things"
+        rounds += 1
+        nbytes += questions[0].nbytes
+        if kinds == {Gather}:
+            answers = [[question.tensor.clone() for question in questions] for _ in questions]
+            continue
+        shapes = [[(t.shape, t.dtype) for t in question.tensors] for question in questions]
+        assert all(shape == shapes[0] for shape in shapes), "ranks ask differently"
+        for same in zip(*(question.tensors for question in questions), strict=True):
+            total = torch.stack(list(same)).sum(0)
+            for tensor in same:
+                tensor.copy_(total)
+        answers = [None] * len(conversations)
+
+
+def _ask(conversation: Conversation, answer: object) -> object:
+    try:
+        return conversation.send(answer)  # type: ignore[arg-type]
+    except StopIteration:
+        return None
+
+
+def parcels(messages: Sequence[Sequence[torch.Tensor]]) -> list[Parcel]:
+    """Messages of ranges, each range a tensor of its own by name."""
+    found = []
+    for number, ranges in enumerate(messages):
+        slices = tuple(
+            Slice(tensor=f"{number}.{place}", start=0, stop=values.numel()) for place, values in enumerate(ranges)
+        )
+        found.append(Parcel(number, Message(slices=slices), list(ranges)))
+    return found

@@ -1,0 +1,430 @@
+"""Compression under training loops with real processes: against stock DDP where it must be equal, by laws elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import gradientflow as gf
+from gradientflow.errors import NonFiniteError, UsageError
+from helpers import run_ranks
+from models import build, loss_of
+
+STEPS = 25
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    if kind == "adam":
+        return torch.optim.Adam(parameters, lr=0.01)
+    if kind == "groups":
+        half = len(parameters) // 2
+        return torch.optim.SGD(
+            [
+                {"params": parameters[:half], "momentum": 0.5, "weight_decay": 0.01},
+                {"params": parameters[half:], "nesterov": True},
+            ],
+            lr=0.05,
+            momentum=0.9,
+        )
+    nesterov = kind == "nesterov"
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2, nesterov=nesterov)
+
+
+def train(
+    recipe: str, kind: str = "sgd", steps: int = STEPS, family: str = "cnn", dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, gf.Flow | None]:
+    rank = dist.get_rank()
+    model = build(family, dtype, seed=rank)
+    optimizer = optimizer_of(model, kind)
+    trained: nn.Module = DistributedDataParallel(model) if recipe == "ddp" else model
+    flow = None if recipe == "ddp" else gf.attach(model, optimizer, recipe)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(trained, family, rank, step, dtype).backward()
+        optimizer.step()
+        schedule.step()
+    momenta = [group.get("momentum") for group in optimizer.param_groups]
+    expected = {"groups": [0.5, 0.9], "adam": [None]}.get(kind, [0.9])
+    assert momenta == expected, "the user's groups are not as they were"
+    return weights(model), flow
+
+
+def equals_ddp(recipe: str, kind: str) -> float:
+    found, flow = train(recipe, kind)
+    assert flow is not None
+    flow.close()
+    expected, _ = train("ddp", kind)
+    return float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov", "groups", "adam"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_sending_everything_is_dense_training(world: int, kind: str) -> None:
+    for difference in run_ranks(world, equals_ddp, "lazy:60KB+csc:1", kind):
+        assert difference < 1e-10
+
+
+def law(recipe: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], int, float]:
+    """Weights; bytes of each step; and by how much what was applied and what is left over differ from what was
+    given."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = build("cnn", dtype, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    flow = gf.attach(model, optimizer, recipe)
+    names = [name for name, _ in model.named_parameters()]
+    given = {name: torch.zeros_like(p, dtype=torch.float64).reshape(-1) for name, p in model.named_parameters()}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, "cnn", rank, step, dtype)
+        local = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        for name, gradient, parameter in zip(names, local, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            given[name] += gradient.double().reshape(-1) / world - parameter.grad.double().reshape(-1) / world
+        optimizer.step()
+    left_over = flow.state_dict()["compression"]["codec"]["slots"]["residual"]
+    missing = torch.cat([given[name] - left_over[name].double() for name in names])
+    dist.all_reduce(missing)
+    sent = [
+        sum(int(span.details["nbytes"]) for span in flow.trace().spans if span.kind == "message" and span.step == step)
+        for step in range(STEPS)
+    ]
+    flow.close()
+    return weights(model), sent, sum(p.numel() for p in model.parameters()), float(missing.abs().max())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("recipe", ["lazy:60KB+csc:0.1:warmup=0", "lazy:60KB-ring+csc:0.1:warmup=0"])
+def test_what_is_sent_and_left_over_is_what_was_given_and_ranks_are_alike(world: int, recipe: str) -> None:
+    found = run_ranks(world, law, recipe, torch.float64)
+    for ended, sent, numel, missing in found:
+        assert torch.equal(ended, found[0][0]), "ranks ended with different weights"
+        assert missing < 1e-10
+        assert sent[0] >= 8 * numel, "the first step sends everything"
+        for nbytes in sent[5:]:
+            assert 0.1 * 8 * numel <= nbytes <= 0.13 * 8 * numel + 4 * 1200 + 8 * 40
+
+
+def spoiled(how: str) -> tuple[bool, bool, int]:
+    """Training with one bad step against training without that step."""
+    rank = dist.get_rank()
+    ends = []
+    skipped = 0
+    for bad_step in (7, -1):
+        model = build("cnn", torch.float32, seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6, enabled=how == "scaler")
+        flow = gf.attach(model, optimizer, "lazy:60KB+csc:0.1:warmup=0", scaler=scaler if how == "scaler" else None)
+        for step in range(15):
+            if step == 7 and bad_step < 0:
+                if how == "scaler":
+                    scaler.update(128.0)
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, "cnn", rank, step, torch.float32)
+            if step == bad_step and rank == 1 % dist.get_world_size():
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if step == bad_step and how == "plain":
+                skipped += sum(parameter.grad is not None for parameter in model.parameters())
+            scaler.step(optimizer)
+            scaler.update()
+        state = flow.state_dict()["compression"]["codec"]["slots"]
+        kept = torch.cat([values for kind in state.values() for values in kind.values()])
+        ends.append((weights(model), kept))
+        flow.close()
+    return torch.equal(ends[0][0], ends[1][0]), torch.equal(ends[0][1], ends[1][1]), skipped
+
+
+@pytest.mark.parametrize("how", ["plain", "scaler"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_inf_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(world: int, how: str) -> None:
+    for same_weights, same_memory, num_gradients in run_ranks(world, spoiled, how):
+        assert same_weights and same_memory
+        assert not num_gradients, "optimizer.step() would have used them"
+
+
+def raises_on_inf() -> str:
+    model = build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with gf.attach(model, optimizer, "lazy+csc:0.1", nonfinite="raise"):
+        loss = loss_of(model, "mlp", dist.get_rank(), 0, torch.float32)
+        try:
+            (loss * (float("nan") if dist.get_rank() else 1.0)).backward()
+        except NonFiniteError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_without_the_inf_raises_too_if_that_is_asked_for() -> None:
+    assert all("step 0" in words and "dropped on all ranks" in words for words in run_ranks(2, raises_on_inf))
+
+
+def scaled() -> bool:
+    rank = dist.get_rank()
+    ends = []
+    for scales in (True, False):
+        model = build("cnn", torch.float32, seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4, enabled=scales)
+        with gf.attach(model, optimizer, "lazy:60KB+csc:0.1:warmup=0", scaler=scaler):
+            for step in range(15):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, "cnn", rank, step, torch.float32)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        ends.append(weights(model))
+    return torch.allclose(ends[0], ends[1], rtol=1e-4, atol=1e-6)
+
+
+def test_what_waits_survives_a_change_of_the_scalers_factor() -> None:
+    assert all(run_ranks(2, scaled))
+
+
+class Job:
+    """A training that can be stopped and gone on with."""
+
+    def __init__(self, recipe: str, states: Any = None, kind: str = "sgd") -> None:
+        self.model = build("cnn", torch.float32, seed=0)
+        self.optimizer = optimizer_of(self.model, kind)
+        if states:
+            self.model.load_state_dict(states["model"])
+            self.optimizer.load_state_dict(states["optimizer"])
+        self.flow = gf.attach(self.model, self.optimizer, recipe)
+        if states:
+            self.flow.load_state_dict(states["flow"])
+
+    def run(self, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss_of(self.model, "cnn", dist.get_rank(), step, torch.float32).backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": {name: values.clone() for name, values in self.model.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "flow": self.flow.state_dict(),
+        }
+
+
+def stops_and_goes_on(recipe: str, kind: str) -> tuple[bool, bool]:
+    whole = Job(recipe, kind=kind)
+    whole.run(range(20))
+    expected = weights(whole.model)
+    whole.flow.close()
+    first = Job(recipe, kind=kind)
+    first.run(range(11))
+    state = first.state()
+    first.flow.close()
+    second = Job(recipe, state, kind)
+    second.run(range(11, 20))
+    found = weights(second.model)
+    second.flow.close()
+    return torch.equal(found, expected), bool(second.flow.state_dict()["compression"]["codec"]["num_steps"] == 20)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "groups", "adam"])
+@pytest.mark.parametrize("recipe", ["lazy:60KB+csc:0.1:warmup=8", "gradientflow:0.1:warmup=8"])
+def test_going_on_from_a_checkpoint_is_bit_identical(recipe: str, kind: str) -> None:
+    assert run_ranks(2, stops_and_goes_on, recipe, kind) == [(True, True)] * 2
+
+
+def saves(recipe: str) -> dict[str, Any]:
+    job = Job(recipe)
+    job.run(range(9))
+    state = job.state()
+    job.flow.close()
+    return state
+
+
+def moves(recipe: str, states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """What all ranks of this world hold together after loading those of another."""
+    job = Job(recipe, states[0] | {"flow": [state["flow"] for state in states]})
+    masses = held_by([job.flow.state_dict()])
+    for values in masses.values():
+        dist.all_reduce(values)
+    job.run(range(9, 12))
+    job.flow.close()
+    return masses
+
+
+def held_by(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for state in states:
+        for kind, tensors in state["compression"]["codec"]["slots"].items():
+            mass = torch.cat([tensors[name].double() for name in sorted(tensors)])
+            found[kind] = found.get(kind, torch.zeros_like(mass)) + mass
+    return found
+
+
+def test_another_world_and_another_plan_take_over_all_that_was_left() -> None:
+    states = run_ranks(3, saves, "lazy:60KB+csc:0.1:warmup=0")
+    expected = held_by([state["flow"] for state in states])
+    assert set(expected) == {"residual", "momentum"} and expected["residual"].any()
+    for world, recipe in ((2, "lazy:60KB+csc:0.1:warmup=0"), (4, "wfbp+csc:0.2:warmup=0")):
+        for masses in run_ranks(world, moves, recipe, states):
+            for kind, mass in expected.items():
+                assert torch.allclose(masses[kind], mass, atol=1e-5)
+
+
+def loads_a_stranger(states: list[dict[str, Any]]) -> str:
+    try:
+        Job("lazy:60KB+csc:0.1:warmup=0", states[0])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_of_another_rank_is_refused_with_what_to_do() -> None:
+    states = run_ranks(2, saves, "lazy:60KB+csc:0.1:warmup=0")
+    words = run_ranks(1, loads_a_stranger, states)[0]
+    assert "rank 0 of 2" in words and "a list of those of all 2 ranks" in words
+
+
+def odd_loops(kind: str) -> bool:
+    """Ranks stay alike and nothing breaks; weights of all ranks are compared by the caller."""
+    rank = dist.get_rank()
+    model = build("cnn", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+    if kind == "frozen":
+        for parameter in list(model.parameters())[:2]:
+            parameter.requires_grad_(False)
+    with gf.attach(model, optimizer, "lazy:60KB+csc:0.1:warmup=4+bf16") as flow:
+        for step in range(12):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            if kind == "accumulation":
+                with flow.no_sync():
+                    loss_of(model, "cnn", rank, 100 + step, torch.float32).backward()
+            if kind == "frozen" and step == 6:
+                for parameter in list(model.parameters())[:2]:
+                    parameter.requires_grad_(True)
+            loss_of(model, "cnn", rank, step, torch.float32).backward()
+            if kind == "clipping":
+                clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    mine = weights(model)
+    theirs = mine.clone()
+    dist.broadcast(theirs, 0)
+    return torch.equal(mine, theirs) and bool(torch.isfinite(mine).all())
+
+
+@pytest.mark.parametrize("kind", ["accumulation", "frozen", "clipping"])
+def test_odd_loops_keep_ranks_alike(kind: str) -> None:
+    assert all(run_ranks(3, odd_loops, kind))
+
+
+def unused_for_a_while() -> tuple[float, float]:
+    """A layer that is used in the first steps only: what of it waits is applied all the same."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(40, 40), "early": nn.Linear(40, 40)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gf.attach(model, optimizer, "lazy+csc:0.2:warmup=0") as flow:
+        for step in range(40):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+            layers = ["used", "early"] if step < 3 else ["used"]
+            sum(model[layer](inputs).square().mean() for layer in layers).backward()
+            if step == 2:
+                waiting = sum(
+                    float(values.abs().sum())
+                    for name, values in flow.state_dict()["compression"]["codec"]["slots"]["residual"].items()
+                    if name.startswith("early")
+                )
+            optimizer.step()
+        left = flow.state_dict()["compression"]["codec"]["slots"]["residual"]
+        rest = sum(float(values.abs().sum()) for name, values in left.items() if name.startswith("early"))
+    return waiting, rest
+
+
+def test_what_waits_for_a_layer_that_is_no_longer_used_is_not_lost() -> None:
+    for waiting, rest in run_ranks(2, unused_for_a_while):
+        assert waiting > 0 and rest == 0
+
+
+def warns(kind: str) -> list[str]:
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logging.getLogger("gradientflow").addHandler(Ear())
+    model = build("mlp", torch.float32, seed=0)
+    gf.attach(model, optimizer_of(model, kind), "lazy+csc:0.1").close()
+    return heard
+
+
+def test_an_optimizer_without_momentum_correction_is_told_of() -> None:
+    assert any("SGD only, not for Adam" in words for words in run_ranks(2, warns, "adam")[0])
+    assert run_ranks(2, warns, "sgd") == [[], []]
+
+
+def refuses_a_gate() -> str:
+    model = build("mlp", torch.float32, seed=0)
+    try:
+        gf.attach(model, optimizer_of(model, "sgd"), "flow+csc:0.1", gate=True)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_no_gate_before_it_is_known_whether_a_step_counts() -> None:
+    assert "whether a step counts" in run_ranks(1, refuses_a_gate)[0]
+
+
+def momentum_moves() -> float:
+    """Dense training, then compression that sends everything: the optimizer's momentum is not lost."""
+    rank = dist.get_rank()
+    ends = []
+    for changes in (True, False):
+        model = build("cnn", torch.float64, seed=0)
+        optimizer = optimizer_of(model, "sgd")
+        flow = gf.attach(model, optimizer, "lazy:60KB")
+        for step in range(12):
+            if step == 6 and changes:
+                flow.close()
+                flow = gf.attach(model, optimizer, "lazy:60KB+csc:1")
+            optimizer.zero_grad()
+            loss_of(model, "cnn", rank, step, torch.float64).backward()
+            optimizer.step()
+        flow.close()
+        ends.append(weights(model))
+    return float((ends[0] - ends[1]).abs().max())
+
+
+def test_momentum_of_dense_steps_is_taken_over() -> None:
+    assert all(difference < 1e-10 for difference in run_ranks(2, momentum_moves))
+
+
+def gathers(number: int) -> list[list[float]]:
+    from gradientflow.compress import Gather
+    from gradientflow.exchange import Exchange
+
+    assert dist.group.WORLD is not None
+    exchange = Exchange(dist.group.WORLD, torch.device("cpu"), 2, 30.0)
+    values = torch.full((number,), float(dist.get_rank()))
+    found = exchange.answer(Gather(values), lane=1)
+    exchange.close()
+    assert found is not None
+    return [each.tolist() for each in found]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_gather_gives_what_each_rank_has(world: int) -> None:
+    expected = [[float(rank)] * 5 for rank in range(world)]
+    assert run_ranks(world, gathers, 5) == [expected] * world
