@@ -18,6 +18,7 @@ from gradientflow.compress.feedback import MOMENTUM, RESIDUAL, summed
 from gradientflow.errors import RecipeError
 
 SIZES = [[1000, 37], [5], [2100], [64, 64, 64]]
+NO_MOMENTUM = Momentum()
 NAMES = [f"{number}.{place}" for number, ranges in enumerate(SIZES) for place in range(len(ranges))]
 
 
@@ -48,7 +49,7 @@ def numel(sizes: list[list[int]] = SIZES) -> int:
     return sum(map(sum, sizes))
 
 
-def step(ranks: list[Rank], gradients: list[torch.Tensor], momentum: Momentum = Momentum(), unit: float = 1.0) -> bool:
+def step(ranks: list[Rank], gradients: list[torch.Tensor], momentum: Momentum = NO_MOMENTUM, unit: float = 1.0) -> bool:
     """Whether it counted; bytes are those that were said."""
     for rank, gradient in zip(ranks, gradients, strict=True):
         rank.codec.begin(dict.fromkeys(NAMES, momentum), unit)
