@@ -49,8 +49,9 @@ STAGE_S = 200e-6
 # Names may hold dashes (mg-wfbp); the shortest match leaves a trailing -a2a or -ps to the exchange.
 _NAME = r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*?"
 _ARGUMENT = r"[A-Za-z0-9._%]+"
-_HEAD = re.compile(rf"({_NAME})(?::({_ARGUMENT}))?(?:-({'|'.join(EXCHANGES)}|ps)(?::({_ARGUMENT}))?)?")
-_CODEC = re.compile(rf"({_NAME})(?::({_ARGUMENT}(?:[:=]{_ARGUMENT})*))?")
+_WORDS = rf"{_ARGUMENT}(?:[:=]{_ARGUMENT})*"
+_HEAD = re.compile(rf"({_NAME})(?::({_WORDS}))?(?:-({'|'.join(EXCHANGES)}|ps)(?::({_ARGUMENT}))?)?")
+_CODEC = re.compile(rf"({_NAME})(?::({_WORDS}))?")
 #: The paper's whole backend.
 GRADIENTFLOW = "gradientflow"
 

@@ -99,7 +99,7 @@ def law(recipe: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], int, 
     missing = torch.cat([given[name] - left_over[name].double() for name in names])
     dist.all_reduce(missing)
     sent = [
-        sum(int(span.details["nbytes"]) for span in flow.trace().spans if span.kind == "message" and span.step == step)
+        sum(int(span.args["nbytes"]) for span in flow.trace().spans if span.kind == "message" and span.step == step)
         for step in range(STEPS)
     ]
     flow.close()

@@ -99,12 +99,12 @@ def test_alone_nothing_is_lost_to_the_last_bit() -> None:
         assert not (rank.got() * rank.held()).any(), "an element was sent and kept"
 
 
-@pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.5, 1.0])
 def test_the_share_that_was_asked_for_is_sent_and_none_waits_too_long(density: float) -> None:
     ranks = ranks_of(2, f"{density}:warmup=0")
     last = torch.zeros(numel(), dtype=torch.int64)
     scale = torch.linspace(0.0, 1.0, numel()) ** 8  # most chunks never matter
-    for number in range(1, 6 * math.ceil(4 / density)):
+    for number in range(1, 3 * math.ceil(4 / density)):
         step(ranks, [gradient * scale for gradient in gradients_of(2, number)])
         part = ranks[0].codec._part
         # The set of the next step is known by now, and its size is the budget to the chunk.
@@ -176,10 +176,10 @@ def test_a_constant_gradient_gives_the_dense_velocity_in_the_long_run(nesterov: 
     ranks = ranks_of(2, words, dtype=torch.float64)
     gradients = [torch.full((numel(),), value, dtype=torch.float64) for value in (0.5, 1.5)]
     totals = []
-    for _ in range(600):
+    for _ in range(400):
         step(ranks, gradients, Momentum(0.9, nesterov))
         totals.append(ranks[0].got())
-    velocity = torch.stack(totals[200:]).mean(0)
+    velocity = torch.stack(totals[100:]).mean(0)
     if masking:  # what makes it another method
         assert float(velocity.max()) < 9.5
     else:

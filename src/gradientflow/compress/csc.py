@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ class Csc:
         self._lengths = torch.zeros(0)  # of all chunks
         self._norms = torch.zeros(0)  # of this step
         self._chosen = torch.zeros(0, dtype=torch.bool)
+        self._num_before = [0]  # of each chunk: those chosen before it
         self._ages = torch.zeros(0, dtype=torch.int64)  # steps since a chunk was sent
         self._next: torch.Tensor | None = None
         self._density = 1.0
@@ -103,6 +104,7 @@ class Csc:
 
     def _choose(self, chosen: torch.Tensor) -> None:
         self._chosen, self._picks = chosen, []
+        self._num_before = [0, *accumulate(chosen.tolist())]
         for parcel, grids in zip(self._parcels, self._grids, strict=True):
             picks = []
             for grid, values in zip(grids, parcel.values, strict=True):
@@ -121,15 +123,18 @@ class Csc:
         if grid.tail:
             yield full, full + grid.tail
 
-    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor) -> None:
+    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, fresh: torch.Tensor) -> None:
         grid = self._grids[parcel.number][number]
         first = grid.first + start // self._chunk
-        rows = total.view(-1, self._chunk if start < grid.num_full * self._chunk else grid.tail)
-        self._norms[first : first + len(rows)] = _norms(rows)
+        size = self._chunk if start < grid.num_full * self._chunk else grid.tail
+        norms = _norms(total.view(-1, size))
+        last = first + len(norms)
+        if self._num_before[last] > self._num_before[first]:
+            chosen = self._chosen[first:last].to(norms.device)
+            norms = torch.where(chosen, _norms(fresh.view(-1, size)), norms)
+        self._norms[first:last] = norms
 
-    def send(
-        self, parcel: Parcel, totals: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor], unit: float
-    ) -> Conversation:
+    def send(self, parcel: Parcel, totals: Sequence[torch.Tensor], unit: float) -> Conversation:
         places = list(zip(self._grids[parcel.number], self._picks[parcel.number], strict=True))
         numel = sum(self._numel(grid, pick) for grid, pick in places)
         num_flags = 0 if parcel.flags is None else parcel.flags.numel()
@@ -138,9 +143,8 @@ class Csc:
         if parcel.flags is not None:
             packed[numel:] = parcel.flags
         offset = 0
-        for (grid, pick), total, added in zip(places, totals, fresh, strict=True):
-            new = self._picked(grid, pick, added)
-            for (here, rows, first), (there, _, _) in zip(self._picked(grid, pick, total), new, strict=True):
+        for (grid, pick), total in zip(places, totals, strict=True):
+            for here, rows in self._picked(grid, pick, total):
                 part = here.index_select(0, rows)
                 wire = packed[offset : offset + part.numel()].view(part.shape)
                 wire.copy_(part if unit == 1.0 else part * unit)
@@ -148,7 +152,6 @@ class Csc:
                     here.index_fill_(0, rows, 0.0)
                 else:
                     here.index_copy_(0, rows, part.sub_(wire.to(part.dtype), alpha=1.0 / unit))
-                self._norms[first + rows] = _norms(there.index_select(0, rows))
                 offset += part.numel()
         if len(packed):
             yield Sum([packed])
@@ -156,8 +159,7 @@ class Csc:
             self.finite &= not self.can_overflow or bool(torch.isfinite(packed).all())
         offset = 0
         for (grid, pick), values in zip(places, parcel.values, strict=True):
-            values.zero_()
-            for here, rows, _ in self._picked(grid, pick, values):
+            for here, rows in self._picked(grid, pick, values):
                 count = len(rows) * here.shape[1]
                 here.index_copy_(0, rows, packed[offset : offset + count].view(len(rows), -1).to(values.dtype))
                 offset += count
@@ -167,7 +169,7 @@ class Csc:
     def clear_sent(self, parcel: Parcel, ranges: Sequence[torch.Tensor]) -> None:
         places = zip(self._grids[parcel.number], self._picks[parcel.number], ranges, strict=True)
         for grid, pick, values in places:
-            for here, rows, _ in self._picked(grid, pick, values):
+            for here, rows in self._picked(grid, pick, values):
                 here.index_fill_(0, rows, 0.0)
 
     def close(self) -> Conversation:
@@ -198,16 +200,14 @@ class Csc:
             self._ages = state["ages"].clone()
             self._choose(state["chosen"].clone())
 
-    def _picked(
-        self, grid: _Grid, pick: _Pick, values: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """A range as rows of one length, which of them are picked, and the number of the first in the pool; twice, if
-        it ends in a shorter chunk that is picked too."""
+    def _picked(self, grid: _Grid, pick: _Pick, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A range as rows of one length and which of them are picked; twice, if it ends in a shorter chunk that is
+        picked too."""
         full = grid.num_full * self._chunk
         if len(pick.rows):
-            yield values[:full].view(-1, self._chunk), pick.rows, grid.first
+            yield values[:full].view(-1, self._chunk), pick.rows
         if pick.tail:
-            yield values[full:].view(1, -1), pick.rows.new_zeros(1), grid.first + grid.num_full
+            yield values[full:].view(1, -1), pick.rows.new_zeros(1)
 
     def _numel(self, grid: _Grid, pick: _Pick) -> int:
         return len(pick.rows) * self._chunk + grid.tail * pick.tail

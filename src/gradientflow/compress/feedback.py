@@ -53,14 +53,13 @@ class Part(Protocol):
     def blocks(self, parcel: Parcel, number: int) -> Iterator[tuple[int, int]]:
         """Range `number` of the parcel in pieces that fit into a cache."""
 
-    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor) -> None:
-        """`total` is what there is to send, from `start` of a range on: one of its blocks."""
+    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, fresh: torch.Tensor) -> None:
+        """`total` is what there is to send, from `start` of a range on: one of its blocks. This step has added
+        `fresh`."""
 
-    def send(
-        self, parcel: Parcel, totals: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor], unit: float
-    ) -> Conversation:
-        """Send a part of `totals`, of which `fresh` is what this step has added, and leave the rest there; the sum of
-        what ranks sent, times `unit`, is in the parcel's values then."""
+    def send(self, parcel: Parcel, totals: Sequence[torch.Tensor], unit: float) -> Conversation:
+        """Send a part of `totals` and leave the rest there; the sum of what ranks sent, times `unit`, is in the
+        parcel's values then, which are zero before."""
 
     def clear_sent(self, parcel: Parcel, ranges: Sequence[torch.Tensor]) -> None:
         """Write zeros where the last `send` of the parcel has sent something."""
@@ -163,17 +162,15 @@ class Feedback:
 
     def converse(self, parcel: Parcel) -> Conversation:
         totals = self._slots.proposed(RESIDUAL, parcel)
-        has_momentum = MOMENTUM in self._slots.kinds
-        fresh = self._slots.proposed(MOMENTUM, parcel) if has_momentum else parcel.values
         if self._local_clip:
             self._clip(parcel)
         self._accumulate(parcel, totals)
-        yield from self._part.send(parcel, totals, fresh, self._unit)
-        if self._masks and has_momentum:
-            self._part.clear_sent(parcel, fresh)
+        yield from self._part.send(parcel, totals, self._unit)
+        if self._masks and MOMENTUM in self._slots.kinds:
+            self._part.clear_sent(parcel, self._slots.proposed(MOMENTUM, parcel))
 
     def _accumulate(self, parcel: Parcel, totals: Sequence[torch.Tensor]) -> None:
-        """Add gradients to what was left over, block by block, each of which is read from memory once."""
+        """Move gradients to what was left over, block by block, each of which is read from memory once."""
         residuals = self._slots.now(RESIDUAL, parcel)
         nothing = [residuals[0]] * len(residuals)
         has_momentum = MOMENTUM in self._slots.kinds
@@ -198,7 +195,9 @@ class Feedback:
                         total.add_(gradient)
                     else:
                         torch.add(residuals[number][here], velocity, out=total)
-                self._part.see(parcel, number, start, totals[number][start:stop])
+                fresh = after[number][start:stop] if has_momentum else values[start:stop]
+                self._part.see(parcel, number, start, totals[number][start:stop], fresh)
+                values[start:stop].zero_()
 
     def _runs_of(self, parcel: Parcel) -> list[list[tuple[int, int, Momentum]]]:
         """Where in each range which momentum applies."""

@@ -294,7 +294,6 @@ class _Lane:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.notify_all()  # someone may be draining, others may wait
                 self._changed.wait_for(lambda: self._closed or (self._may_work() and self._head_is_ready()))
                 if self._closed:
                     return
@@ -343,3 +342,4 @@ class _Lane:
             self._next += error is None
             self.stood_s = 0.0
             self._note_idleness()
+            self._changed.notify_all()  # someone may be draining, others may wait
