@@ -50,12 +50,12 @@ class Part(Protocol):
     def begin(self, density: float) -> None:
         """A step: to send this share, from the next one on."""
 
-    def blocks(self, parcel: Parcel, number: int) -> Iterator[tuple[int, int]]:
-        """Range `number` of the parcel in pieces that fit into a cache."""
+    def blocks(self, parcel: Parcel, number: int) -> list[int]:
+        """Elements of each of the blocks, small enough for a cache, in which range `number` of the parcel is seen."""
 
-    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, fresh: torch.Tensor) -> None:
-        """`total` is what there is to send, from `start` of a range on: one of its blocks. This step has added
-        `fresh`."""
+    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, scratch: torch.Tensor) -> None:
+        """`total` is what there is to send, from `start` of a range on: one of its blocks. `scratch` may be written
+        to, and is as long."""
 
     def send(self, parcel: Parcel, totals: Sequence[torch.Tensor], unit: float) -> Conversation:
         """Send a part of `totals` and leave the rest there; the sum of what ranks sent, times `unit`, is in the
@@ -172,32 +172,45 @@ class Feedback:
     def _accumulate(self, parcel: Parcel, totals: Sequence[torch.Tensor]) -> None:
         """Move gradients to what was left over, block by block, each of which is read from memory once."""
         residuals = self._slots.now(RESIDUAL, parcel)
-        nothing = [residuals[0]] * len(residuals)
-        has_momentum = MOMENTUM in self._slots.kinds
-        before = self._slots.now(MOMENTUM, parcel) if has_momentum else nothing
-        after = self._slots.proposed(MOMENTUM, parcel) if has_momentum else nothing
-        for number, (values, runs) in enumerate(zip(parcel.values, self._runs_of(parcel), strict=True)):
-            for start, stop in self._part.blocks(parcel, number):
-                for first, last, momentum in runs:
-                    if last <= start or first >= stop:
-                        continue
-                    here = slice(max(first, start), min(last, stop))
-                    gradient, total = values[here], totals[number][here]
-                    if self._unit != 1.0:
-                        gradient.mul_(1.0 / self._unit)
-                    if not has_momentum:
-                        torch.add(residuals[number][here], gradient, out=total)
-                        continue
-                    velocity = after[number][here]
-                    torch.add(gradient, before[number][here], alpha=momentum.factor, out=velocity)
-                    if momentum.nesterov:  # as torch.optim.SGD: g + m u
-                        torch.add(residuals[number][here], velocity, alpha=momentum.factor, out=total)
-                        total.add_(gradient)
-                    else:
-                        torch.add(residuals[number][here], velocity, out=total)
-                fresh = after[number][start:stop] if has_momentum else values[start:stop]
-                self._part.see(parcel, number, start, totals[number][start:stop], fresh)
-                values[start:stop].zero_()
+        kinds = [parcel.values, totals, residuals]
+        if MOMENTUM in self._slots.kinds:
+            kinds += [self._slots.now(MOMENTUM, parcel), self._slots.proposed(MOMENTUM, parcel)]
+        sizes = [self._part.blocks(parcel, number) for number in range(len(parcel.values))]
+        scratch = totals[0].new_empty(max(map(max, sizes)))
+        for number, (operands, runs) in enumerate(zip(zip(*kinds, strict=True), self._runs_of(parcel), strict=True)):
+            alike = len(runs) == 1
+            for first, last, momentum in runs if not alike else ():
+                self._add(momentum, *(operand[first:last] for operand in operands))
+            start = 0
+            for block in zip(*(torch.split(operand, sizes[number]) for operand in operands), strict=True):
+                if alike:
+                    self._add(runs[0][2], *block)
+                gradient, total, *_ = block
+                self._part.see(parcel, number, start, total, scratch)
+                gradient.zero_()
+                start += total.numel()
+
+    def _add(
+        self,
+        momentum: Momentum,
+        gradient: torch.Tensor,
+        total: torch.Tensor,
+        residual: torch.Tensor,
+        before: torch.Tensor | None = None,
+        velocity: torch.Tensor | None = None,
+    ) -> None:
+        """Write `total`, and the `velocity` that the one `before` becomes."""
+        if self._unit != 1.0:
+            gradient.mul_(1.0 / self._unit)
+        if before is None or velocity is None:
+            torch.add(residual, gradient, out=total)
+            return
+        torch.add(gradient, before, alpha=momentum.factor, out=velocity)
+        if momentum.nesterov:  # as torch.optim.SGD: g + m u
+            torch.add(residual, velocity, alpha=momentum.factor, out=total)
+            total.add_(gradient)
+        else:
+            torch.add(residual, velocity, out=total)
 
     def _runs_of(self, parcel: Parcel) -> list[list[tuple[int, int, Momentum]]]:
         """Where in each range which momentum applies."""
