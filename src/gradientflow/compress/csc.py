@@ -61,6 +61,7 @@ class Csc:
         self._wire, self._asked_chunk = wire, chunk
         self.can_overflow = wire is not None and wire.can_overflow
         self.finite = True
+        self._overflown: list[int] = []  # messages of this step; lanes append to it side by side
         self._chunk = 1
         self._parcels: Sequence[Parcel] = ()
         self._grids: list[list[_Grid]] = []
@@ -111,7 +112,8 @@ class Csc:
             self._picks.append(picks)
 
     def begin(self, density: float) -> None:
-        self._density, self._next, self.finite = density, None, True
+        self._density, self._next = density, None
+        self._overflown = []
 
     def blocks(self, parcel: Parcel, number: int) -> list[int]:
         grid, rows = self._grids[parcel.number][number], max(1, BLOCK // self._chunk)
@@ -150,7 +152,8 @@ class Csc:
         if len(packed):
             yield Sum([packed])
             # A sum may leave the wire's range though all of its parts were within it; on all ranks alike.
-            self.finite &= not self.can_overflow or _is_finite(packed)
+            if self.can_overflow and not _is_finite(packed):
+                self._overflown.append(parcel.number)
         offset = 0
         for (grid, pick), values in zip(places, parcel.values, strict=True):
             for here, rows in self._picked(grid, pick, values):
@@ -167,12 +170,10 @@ class Csc:
                 here.index_fill_(0, rows, 0.0)
 
     def close(self) -> Conversation:
-        if not self.num_chunks:
-            self._next = self._chosen
-            return
-        yield Sum([self._norms])
+        if self.num_chunks:
+            yield Sum([self._norms])
         norms = self._norms.cpu()
-        self.finite &= bool(torch.isfinite(norms).all())
+        self.finite = not self._overflown and bool(torch.isfinite(norms).all())
         if self.finite:
             expected = torch.where(self._chosen, norms / (self._ages + 1), norms)
             self._ages = torch.where(self._chosen, 0, self._ages + 1)

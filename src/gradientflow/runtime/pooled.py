@@ -160,6 +160,8 @@ class PooledFlow(Flow):
         if self._gate is not None:
             self._gate.cancel()
             self._gate.take_doors_away()
+        if self._compression:
+            self._compression.after_update()  # unless an exception has ended it
         self._pump.close()  # before the lanes' groups go
         super()._let_go()
         if self._run_directory is not None:
