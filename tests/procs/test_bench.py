@@ -66,6 +66,10 @@ pytestmark = pytest.mark.timeout(300)
         (["--workload", "resnet-50", "--loopback", "--rate", "1Gbit"], "leave one of them out"),
         (["--workload", "resnet-50", "--loopback", "--compute-ratio", "1"], "give a --rate"),
         (["--workload", "bert-large", "--hosts", "64"], "--scale"),
+        (["--workload", "resnet-50", "--ablation", "bsp"], "'bsp' has no parts"),
+        (["--workload", "resnet-50", "--ablation", "lazyy"], "no schedule 'lazyy'"),
+        (["--workload", "resnet-50", "--ablation", "flow", "--methods", "ddp"], "leave --methods out"),
+        (["--workload", "resnet-50", "--methods", "lazy+csc:2"], "above 0 and up to 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
