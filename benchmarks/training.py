@@ -119,15 +119,15 @@ class Results(Document):
 class Transformer(nn.Module):
     """Predicts each byte from those before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, num_layers: int = LAYERS, length: int = LENGTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(BYTES, WIDTH)
-        self.place = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, BYTES)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
+        self.embed = nn.Embedding(BYTES, width)
+        self.place = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         hidden = self.layers(self.embed(text) + self.place, mask=self.mask, is_causal=True)

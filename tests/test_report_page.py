@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from gradientflow.bench.report import write_report, write_run_report
+from gradientflow.bench.learning import Comparison, Evaluation, Learning, Training, differences, reaches
+from gradientflow.bench.report import write_learning_report, write_report, write_run_report
 from gradientflow.bench.report.bakeoff_page import CPU_BOUND, PAGE_SPANS
 from gradientflow.bench.report.steps import RankSteps, median_step, slowest_step, waits
 from gradientflow.bench.report.timeline import Group, timeline
@@ -105,7 +106,7 @@ def results(**changes: Any) -> Results:
     rows += [result(name, took_s, sent=76e6 if "bf16" in name else 153e6) for name, (took_s, _) in methods.items()]
     rows[2] = rows[2].model_copy(update={"notes": ("buckets of 10 MB", CPU_BOUND), "cpu_share": 0.93})
     given = {
-        "machine": Machine(platform="Linux-6.1-x86_64", cores=2, python="3.11.7", torch="2.13.0", gradientflow="0.1.0"),
+        "machine": MACHINE,
         "command": "gradientflow bench --workload resnet-50 --hosts 4 --rate 1Gbit --compute 1.2 --out results.json",
         "started": "2026-11-16T02:00:00+00:00",
         "place": "lab, 1Gbit a port",
@@ -143,6 +144,40 @@ def hostile(rows: tuple[Result, ...]) -> Results:
         network=Network(backend=HOSTILE, hosts=(HOSTILE,) * 2, measurements=(measurement(HOSTILE, (0, 1), 1e-8),)),
         results=tuple(row.model_copy(update=words | {"method": n}) for row, n in zip(rows, names, strict=True)),
         timelines=tuple(Timeline(method=name, rank=rank, spans=spans) for name in names[1:] for rank in range(2)),
+    )
+
+
+MACHINE = Machine(platform="Linux-6.1-x86_64", cores=2, python="3.11.7", torch="2.13.0", gradientflow="0.1.0")
+
+
+def comparison(task: str, methods: dict[str, tuple[float, float]], *, timed: bool) -> Comparison:
+    """By method, seconds of a step, and by how much it learns less than it could."""
+    trainings = []
+    for seed, (name, (step_s, lost)) in itertools.product(range(3), methods.items()):
+        steps = range(20, 201, 20) if timed else [200]
+        values = [99.0 - lost - seed / 10 - 80 * 0.5 ** (step / 20) for step in steps]
+        points = [Evaluation(step=step, seconds=step * step_s, value=v) for step, v in zip(steps, values, strict=True)]
+        trainings.append(Training(method=name, recipe=f"recipe of {name}", seed=seed, evaluations=tuple(points)))
+    base = next(iter(methods))
+    return Comparison(
+        task=task, words=f"about {task}", measure="test accuracy", unit="points", higher_is_better=True,
+        place="lab, 100Mbit a port", workers=4, steps=200, base=base, trainings=tuple(trainings),
+        differences=differences(trainings, base),
+        reached=reaches(trainings, base, higher_is_better=True) if timed else (),
+    )  # fmt: skip
+
+
+def learning(prefix: str = "") -> Learning:
+    return Learning(
+        machine=MACHINE,
+        command=f"{prefix}python benchmarks/accuracy.py",
+        started="2026-11-16T12:00:00+00:00",
+        comparisons=(
+            comparison(f"{prefix}digits", {f"{prefix}dense": (0.01, 0.0), "csc": (0.01, 0.25)}, timed=False),
+            comparison(
+                f"{prefix}time", {f"{prefix}ddp": (0.3, 0.0), "csc": (0.03, 0.0), "csc:1%": (0.02, 5.0)}, timed=True
+            ),
+        ),
     )
 
 
@@ -466,6 +501,21 @@ def test_a_run_that_ended_early(tmp_path: Path) -> None:
     assert "flow-2" in notes
 
 
+def test_the_page_about_trainings(tmp_path: Path) -> None:
+    import plotly.graph_objects as go
+
+    write_learning_report(learning(), tmp_path / "page.html")
+    outline = outline_of(tmp_path / "page.html")
+    cells = outline.text("td")
+    assert {"98.822", "-0.250", "-0.25", "recipe of csc", "54.0 s", "10.00 times as long", "not reached"} <= set(cells)
+    assert "-0.250 to -0.250" in outline.text("small")
+    assert list(outline.figures) == ["curves-1"]
+    figure = outline.figures["curves-1"]
+    shown = [line["name"] for line in figure["data"] if line.get("showlegend", True)]
+    assert shown[:3] == ["ddp", "csc", "csc:1%"] and len(figure["data"]) == 3 * 3 + 1
+    go.Figure(figure)
+
+
 # - The command
 
 
@@ -481,10 +531,12 @@ def test_the_command_makes_a_page_beside_what_it_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results().write(tmp_path / "results.json")
+    learning().write(tmp_path / "learning.json")
     run_directory(tmp_path / "run")
-    assert command(monkeypatch, str(tmp_path / "results.json")) == 0
-    assert command(monkeypatch, str(tmp_path / "run")) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "results.html"), str(tmp_path / "run" / "run.html")]
+    for source in ("results.json", "learning.json", "run"):
+        assert command(monkeypatch, str(tmp_path / source)) == 0
+    pages = ("results.html", "learning.html", "run/run.html")
+    assert capsys.readouterr().out.split() == [str(tmp_path / page) for page in pages]
     assert (tmp_path / "results.trace.json").exists() and (tmp_path / "run" / "trace.json").exists()
 
 
@@ -494,6 +546,7 @@ def test_the_command_makes_a_page_beside_what_it_read(
         (["nowhere.json"], "nowhere.json: No such file"),
         (["broken.json"], "invalid JSON"),
         (["other.json"], "expected what `gradientflow bench --out` writes"),
+        (["trainings.json"], "field machine: field required (and 3 more)"),
         (["trace-0.json"], "expected what `gradientflow bench --out` writes"),
         (["binary.json"], "expected UTF-8"),
         (["empty"], "no run directory"),
@@ -520,6 +573,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     run_directory(Path("run"), num_steps=1)
     Path("broken.json").write_text('{"version": 1,')
     Path("other.json").write_text('{"version": 1, "tensors": []}')
+    Path("trainings.json").write_text('{"version": 1, "comparisons": []}')
     Path("binary.json").write_bytes(b"\xff\xfe")
     rank_trace(0, 1).write("trace-0.json")
     for name in ("empty", "torn", "torn-trace", "wrong-trace"):
@@ -747,6 +801,22 @@ def test_a_run_in_the_browser(browser: Browser, ran: Path, tmp_path: Path) -> No
     browser.until(lambda: browser.run("return document.querySelector('#steps .main-svg').clientWidth <= 390"))
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
     browser.picture(tmp_path / "phone.png")
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_trainings_in_the_browser(browser: Browser, tmp_path: Path) -> None:
+    write_learning_report(learning(HOSTILE), tmp_path / "page.html")
+    browser.width(1280)
+    browser.open(tmp_path / "page.html")  # an alert would make this fail
+    assert browser.count("img") == 0
+    assert browser.count("#curves-1 .scatterlayer .js-line") == 3 * 3 + 1
+    assert HOSTILE in browser.run("return document.querySelector('h1').textContent")
+    assert HOSTILE in browser.run("return document.querySelector('#curves-1 .legendtext').textContent")
+    browser.picture(tmp_path / "desktop.png")
+    browser.width(390, phone=True)
+    browser.until(lambda: browser.run("return document.querySelector('#curves-1 .main-svg').clientWidth <= 390"))
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.complaints() == []
 
 

@@ -181,6 +181,51 @@ def _step_axis(title: str, domain: list[float]) -> dict[str, Any]:
     }
 
 
+def curves_plot(names: Sequence[str], lines: Sequence[Sequence[Line]], target: float, title: str) -> Figure:
+    """Values over seconds: several lines for each name, in its colour, and a dotted one across at `target`."""
+    data: list[dict[str, Any]] = []
+    for number, (name, several) in enumerate(zip(names, lines, strict=True)):
+        style = {"color": SERIES[number % len(SERIES)], "width": 2, "dash": _DASHES[number % len(_DASHES)]}
+        for place, line in enumerate(several):
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines" if len(line.points) > 1 else "markers",
+                    "name": plot_text(name),
+                    "legendgroup": str(number),
+                    "showlegend": place == 0,
+                    "x": [round(x, 3) for x, _ in line.points],
+                    "y": [round(y, 4) for _, y in line.points],
+                    "line": style,
+                    "hovertext": [f"{plot_text(line.name)}, {x:.1f} s: {y:.3f}" for x, y in line.points],
+                    "hoverinfo": "text",
+                }
+            )
+    end_s = max((x for several in lines for line in several for x, _ in line.points), default=0.0)
+    data.append(
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": f"{target:.2f}",
+            "x": [0, end_s],
+            "y": [target, target],
+            "line": {"color": BLACK, "width": 1, "dash": "dot"},
+            "hoverinfo": "skip",
+        }
+    )
+    return {
+        "data": data,
+        "layout": {
+            "height": 440,
+            "margin": {"l": 10, "r": 16, "t": 48, "b": 48},
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+            "hovermode": "closest",
+            "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero", "gridcolor": _GRID, "zeroline": False},
+            "yaxis": {"title": {"text": plot_text(title)}, "gridcolor": _GRID, "zeroline": False, "automargin": True},
+        },
+    }
+
+
 def sizes_plot(lines: Sequence[Line], fits: Sequence[Line]) -> Figure:
     """Seconds over bytes, both logarithmic: what was measured with its spread, and the fitted lines dashed."""
     data = []
