@@ -55,12 +55,12 @@ from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab import Lab, check_rate, parse_rate
 from gradientflow.rundir import now
 
-WORLD = 4
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
 #: Of the steps: how long learning rates rise, and how long csc takes to reach its density.
 WARM_UP = 0.1
 DENSE, BEST_DDP, WHOLE = "dense", "ddp-best", "gradientflow"
+MANY_EPOCHS = 1_000_000
 DEFAULT_SEEDS = {"digits": 12, "text": 12, "time": 3}
 DEFAULT_STEPS = {"digits": 400, "text": 400, "time": 200}
 TIME_EVALUATIONS = 40
@@ -82,8 +82,8 @@ class Task(Protocol):
     def build(self, seed: int) -> nn.Module:
         """With weights that follow from the seed."""
 
-    def batches(self, seed: int, rank: int) -> Iterator[Batch]:
-        """Without end; each rank has its own."""
+    def batches(self, seed: int, rank: int, world: int) -> Iterator[Batch]:
+        """A rank's own, without end."""
 
     def evaluate(self, model: nn.Module) -> float:
         """On data that is not trained on."""
@@ -92,8 +92,8 @@ class Task(Protocol):
 class Digits:
     words = "CNN of 0.62 M parameters, half of the digits held out"
     measure, unit, higher_is_better = "test accuracy", "points", True
-    learning_rate = 0.05
-    batch = 8 * WORLD
+    learning_rate = 0.01
+    batch = 8
     num_test = 898
 
     def __init__(self) -> None:
@@ -102,11 +102,10 @@ class Digits:
     def build(self, seed: int) -> nn.Module:
         return build_reader(seed)
 
-    def batches(self, seed: int, rank: int) -> Iterator[Batch]:
-        for part in itertools.count():
-            yield from batches_of_rank(
-                self._data.train, epochs=1, batch=self.batch, rank=rank, world=WORLD, seed=1000 * seed + part
-            )
+    def batches(self, seed: int, rank: int, world: int) -> Iterator[Batch]:
+        return batches_of_rank(
+            self._data.train, epochs=MANY_EPOCHS, batch=self.batch * world, rank=rank, world=world, seed=seed
+        )
 
     def evaluate(self, model: nn.Module) -> float:
         images, labels = self._data.test
@@ -132,7 +131,7 @@ class Text:
         torch.manual_seed(seed)
         return Transformer(self.width, self.num_layers, self.length)
 
-    def batches(self, seed: int, rank: int) -> Iterator[Batch]:
+    def batches(self, seed: int, rank: int, world: int) -> Iterator[Batch]:
         draw = random.Random(f"{seed} {rank}")
         last = len(self._train) - self.length
         while True:
@@ -194,7 +193,7 @@ class Trained:
             self._optimizer, task.learning_rate, total_steps=steps, pct_start=WARM_UP, cycle_momentum=False
         )
         self._model = wrap(self._module, self._optimizer)
-        self._batches = task.batches(seed, dist.get_rank())
+        self._batches = task.batches(seed, dist.get_rank(), dist.get_world_size())
         self._task = task
 
     def train(self, steps: int) -> float:
@@ -294,7 +293,7 @@ def compare(job: Job, place: Arena) -> Comparison:
         unit=task.unit,
         higher_is_better=task.higher_is_better,
         place=place.words,
-        workers=WORLD,
+        workers=place.num_workers,
         steps=job.steps,
         base=base,
         trainings=tuple(trainings),
@@ -304,11 +303,11 @@ def compare(job: Job, place: Arena) -> Comparison:
 
 
 @contextlib.contextmanager
-def _place(task: str, rate: float | None) -> Iterator[Arena]:
+def _place(task: str, num_workers: int, rate: float | None) -> Iterator[Arena]:
     if task != "time":
-        yield Loopback(WORLD, "")
+        yield Loopback(num_workers, "")
         return
-    with Lab(WORLD, rate) as lab:
+    with Lab(num_workers, rate) as lab:
         if rate is not None:
             check_rate(lab)
         yield LabArena(lab, rate)
@@ -342,19 +341,20 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=["digits", "text"])
     parser.add_argument("--seeds", type=int, help="trainings of each method; 12, for time 3")
     parser.add_argument("--steps", type=int, help="of each training; 400, for time 200")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rate", default="100Mbit", help="of each host's link, for time")
     parser.add_argument("--out", type=Path, help="write everything to this JSON file, after each task anew")
     given = parser.parse_args()
     try:
-        for name in ("seeds", "steps"):
-            if getattr(given, name) is not None and getattr(given, name) < 1:
-                raise UserError(f"--{name} must be 1 or more")
+        for name, least in (("seeds", 1), ("steps", 1), ("workers", 2)):
+            if getattr(given, name) is not None and getattr(given, name) < least:
+                raise UserError(f"--{name} must be {least} or more")
         if given.out:
             check_writable(given.out)
         began, comparisons = now(), []
         for task in dict.fromkeys(given.task):
             job = Job(task=task, seeds=given.seeds or DEFAULT_SEEDS[task], steps=given.steps or DEFAULT_STEPS[task])
-            with _place(task, parse_rate(given.rate)) as place:
+            with _place(task, given.workers, parse_rate(given.rate)) as place:
                 comparisons.append(compare(job, place))
             show(comparisons[-1])
             if given.out:
