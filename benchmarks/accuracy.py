@@ -61,8 +61,8 @@ WEIGHT_DECAY = 5e-4
 WARM_UP = 0.1
 DENSE, BEST_DDP, WHOLE = "dense", "ddp-best", "gradientflow"
 MANY_EPOCHS = 1_000_000
-DEFAULT_SEEDS = {"digits": 12, "text": 12, "time": 3}
-DEFAULT_STEPS = {"digits": 400, "text": 400, "time": 200}
+DEFAULT_SEEDS = {"digits": 10, "text": 10, "time": 3}
+DEFAULT_STEPS = {"digits": 300, "text": 300, "time": 200}
 TIME_EVALUATIONS = 40
 PILOT_STEPS = 6
 TIMEOUT_S = 120.0
@@ -115,7 +115,7 @@ class Digits:
 class Text:
     words = "transformer of 2 layers, width 96, on bytes of Python's standard library; every tenth file held out"
     measure, unit, higher_is_better = "held-out loss", "nats", False
-    learning_rate = 0.1
+    learning_rate = 0.03
     width, num_layers, length = 96, 2, 64
     batch = 4
     num_test = 96
@@ -161,6 +161,7 @@ class Job(Document):
     task: str
     seeds: int
     steps: int
+    learning_rate: float
 
     @property
     def methods(self) -> dict[str, str]:
@@ -184,13 +185,13 @@ Wrap = Callable[[nn.Module, torch.optim.Optimizer], nn.Module]
 class Trained:
     """A model under one method."""
 
-    def __init__(self, task: Task, seed: int, steps: int, wrap: Wrap) -> None:
+    def __init__(self, task: Task, seed: int, job: Job, wrap: Wrap) -> None:
         self._module = task.build(seed)
         self._optimizer = torch.optim.SGD(
-            self._module.parameters(), task.learning_rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+            self._module.parameters(), job.learning_rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
         )
         self._rates = torch.optim.lr_scheduler.OneCycleLR(
-            self._optimizer, task.learning_rate, total_steps=steps, pct_start=WARM_UP, cycle_momentum=False
+            self._optimizer, job.learning_rate, total_steps=job.steps, pct_start=WARM_UP, cycle_momentum=False
         )
         self._model = wrap(self._module, self._optimizer)
         self._batches = task.batches(seed, dist.get_rank(), dist.get_world_size())
@@ -229,11 +230,11 @@ def work(job: Job, tell: Callable[[Training], None]) -> None:
     """Collective."""
     task = TASKS[job.task]()
     num_evaluations = min(job.steps, TIME_EVALUATIONS) if job.task == "time" else 1
-    bucket_mb = fastest({size_mb: _pilot(size_mb, task) for size_mb in BUCKETS_MB}) if job.task == "time" else 0
+    bucket_mb = fastest({size_mb: _pilot(size_mb, task, job) for size_mb in BUCKETS_MB}) if job.task == "time" else 0
     for seed in range(job.seeds):
         for name, recipe in job.methods.items():
             wrap = stock_ddp(bucket_mb).wrap if name == BEST_DDP else _under(recipe)
-            trained = Trained(task, seed, job.steps, wrap)
+            trained = Trained(task, seed, job, wrap)
             evaluations, seconds, done = [], 0.0, 0
             for number in range(num_evaluations):
                 until = job.steps * (number + 1) // num_evaluations
@@ -251,8 +252,10 @@ def _under(recipe: str) -> Wrap:
     )
 
 
-def _pilot(bucket_mb: int, task: Task) -> list[float]:
-    pilot = Trained(task, 0, WARM_UP_ITERATIONS + PILOT_STEPS, stock_ddp(bucket_mb).wrap)
+def _pilot(bucket_mb: int, task: Task, job: Job) -> list[float]:
+    pilot = Trained(
+        task, 0, job.model_copy(update={"steps": WARM_UP_ITERATIONS + PILOT_STEPS}), stock_ddp(bucket_mb).wrap
+    )
     pilot.train(WARM_UP_ITERATIONS)
     return [pilot.train(1) for _ in range(PILOT_STEPS)]
 
@@ -288,7 +291,7 @@ def compare(job: Job, place: Arena) -> Comparison:
     timed = job.task == "time"
     return Comparison(
         task=job.task,
-        words=task.words,
+        words=f"{task.words}; momentum SGD, learning rate {job.learning_rate:g}",
         measure=task.measure,
         unit=task.unit,
         higher_is_better=task.higher_is_better,
@@ -339,8 +342,9 @@ def show(comparison: Comparison) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=["digits", "text"])
-    parser.add_argument("--seeds", type=int, help="trainings of each method; 12, for time 3")
-    parser.add_argument("--steps", type=int, help="of each training; 400, for time 200")
+    parser.add_argument("--seeds", type=int, help="trainings of each method; 10, for time 3")
+    parser.add_argument("--steps", type=int, help="of each training; 300, for time 200")
+    parser.add_argument("--learning-rate", type=float, help="the highest, of all methods; 0.01, for text 0.03")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rate", default="100Mbit", help="of each host's link, for time")
     parser.add_argument("--out", type=Path, help="write everything to this JSON file, after each task anew")
@@ -349,11 +353,18 @@ def main() -> None:
         for name, least in (("seeds", 1), ("steps", 1), ("workers", 2)):
             if getattr(given, name) is not None and getattr(given, name) < least:
                 raise UserError(f"--{name} must be {least} or more")
+        if given.learning_rate is not None and not 0 < given.learning_rate < math.inf:
+            raise UserError("--learning-rate must be above 0")
         if given.out:
             check_writable(given.out)
         began, comparisons = now(), []
         for task in dict.fromkeys(given.task):
-            job = Job(task=task, seeds=given.seeds or DEFAULT_SEEDS[task], steps=given.steps or DEFAULT_STEPS[task])
+            job = Job(
+                task=task,
+                seeds=given.seeds or DEFAULT_SEEDS[task],
+                steps=given.steps or DEFAULT_STEPS[task],
+                learning_rate=given.learning_rate or TASKS[task].learning_rate,
+            )
             with _place(task, given.workers, parse_rate(given.rate)) as place:
                 comparisons.append(compare(job, place))
             show(comparisons[-1])

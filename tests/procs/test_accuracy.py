@@ -19,14 +19,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     importlib.import_module("accuracy").main()
 
 
+@pytest.mark.slow
 def test_a_short_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "found.json"
-    run(monkeypatch, *"--task digits --workers 2 --seeds 2 --steps 4 --out".split(), str(out))
+    run(monkeypatch, *"--task digits --workers 2 --seeds 1 --steps 4 --out".split(), str(out))
     (found,) = Learning.read(out).comparisons
-    assert len(found.trainings) == 5 * 2 and len(found.differences) == 4
-    assert found.differences["csc"].low is not None
+    assert len(found.trainings) == 5 and len(found.differences) == 4
     # So few steps have no warm-up. The same weights, batches and choices give the same accuracy.
     csc, without = found.of("csc"), found.of("csc, no warm-up")
     assert csc[0].recipe == without[0].recipe
