@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -397,3 +398,22 @@ def test_bad_words_are_refused_with_what_to_write(argument: str, words: str) -> 
     for make in PARTS.values():
         with pytest.raises(RecipeError, match=words):
             make(argument, None)
+
+
+def test_what_overflows_in_a_half_precision_model_does_not_count() -> None:
+    ranks = ranks_of(2, dtype=torch.float16)
+    counted = [step(ranks, [torch.full((numel(),), 60000.0, dtype=torch.float16)] * 2) for _ in range(4)]
+    assert counted[:2] == [True, True] and not all(counted), "what has waited is more than fp16 can hold"
+    assert all(torch.isfinite(rank.held()).all() for rank in ranks)
+
+
+def test_one_lane_does_not_undo_what_another_has_found(monkeypatch) -> None:
+    (rank,) = ranks_of(1, wire=fp16())
+    part = rank.codec._part
+
+    def meanwhile(values: torch.Tensor) -> bool:
+        part.finite = False
+        return True
+
+    monkeypatch.setattr(sys.modules["gradientflow.compress.csc"], "_is_finite", meanwhile)
+    assert not step([rank], gradients_of(1, 0))

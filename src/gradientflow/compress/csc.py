@@ -152,7 +152,7 @@ class Csc:
         if len(packed):
             yield Sum([packed])
             # A sum may leave the wire's range though all of its parts were within it; on all ranks alike.
-            if self.can_overflow and not _is_finite(packed):
+            if torch.finfo(dtype).max < 1e38 and not _is_finite(packed):
                 self._overflown.append(parcel.number)
         offset = 0
         for (grid, pick), values in zip(places, parcel.values, strict=True):
