@@ -417,3 +417,16 @@ def test_one_lane_does_not_undo_what_another_has_found(monkeypatch) -> None:
 
     monkeypatch.setattr(sys.modules["gradientflow.compress.csc"], "_is_finite", meanwhile)
     assert not step([rank], gradients_of(1, 0))
+
+
+def test_a_step_that_does_not_count_leaves_ages_alone() -> None:
+    (rank,) = ranks_of(1)
+    for number in range(3):
+        step([rank], gradients_of(1, number))
+    before = rank.codec.state_dict()["part"]["ages"]
+    rank.codec.begin({})
+    rank.give(gradients_of(1, 3)[0])
+    for parcel in rank.parcels:
+        converse([rank.codec.converse(parcel)])
+    converse([rank.codec.close()])
+    assert torch.equal(rank.codec.state_dict()["part"]["ages"], before)

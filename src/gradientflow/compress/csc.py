@@ -53,6 +53,13 @@ class _Pick(NamedTuple):
     tail: bool
 
 
+class _Choice(NamedTuple):
+    """What the next step sends, and how long chunks have waited then."""
+
+    chosen: torch.Tensor
+    ages: torch.Tensor
+
+
 class Csc:
     """A `Part`: chunks, chosen by norm and age. wire: the precision that they travel in, unless their own."""
 
@@ -69,7 +76,7 @@ class Csc:
         self._norms = torch.zeros(0)  # of this step
         self._chosen = torch.zeros(0, dtype=torch.bool)
         self._ages = torch.zeros(0, dtype=torch.int64)  # steps since a chunk was sent
-        self._next: torch.Tensor | None = None
+        self._next: _Choice | None = None
         self._density = 1.0
 
     @property
@@ -176,12 +183,13 @@ class Csc:
         self.finite = not self._overflown and bool(torch.isfinite(norms).all())
         if self.finite:
             expected = torch.where(self._chosen, norms / (self._ages + 1), norms)
-            self._ages = torch.where(self._chosen, 0, self._ages + 1)
-            self._next = most_important(expected / self._lengths, self._ages, self._density)
+            ages = torch.where(self._chosen, 0, self._ages + 1)
+            self._next = _Choice(most_important(expected / self._lengths, ages, self._density), ages)
 
     def commit(self) -> None:
         assert self._next is not None
-        self._choose(self._next)
+        self._ages = self._next.ages
+        self._choose(self._next.chosen)
 
     def traffic(self, numel: int, dtype: torch.dtype, density: float) -> Traffic:
         nbytes = math.ceil(density * numel) * self._type_of(dtype).itemsize
