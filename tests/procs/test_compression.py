@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -428,3 +429,33 @@ def gathers(number: int) -> list[list[float]]:
 def test_a_gather_gives_what_each_rank_has(world: int) -> None:
     expected = [[float(rank)] * 5 for rank in range(world)]
     assert run_ranks(world, gathers, 5) == [expected] * world
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(1.0)
+        return gradient
+
+
+class SlowInBackward(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Slow.apply(inputs)
+        return found
+
+
+def slow_backward() -> None:
+    linear = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    model = nn.Sequential(linear[0], SlowInBackward(), *linear[1:])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gf.attach(model, optimizer, "wfbp-a2a:2+csc:1", deadline_s=0.3):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+
+
+def test_a_backward_pass_may_take_longer_than_ranks_wait_for_each_other() -> None:
+    run_ranks(1, slow_backward)

@@ -272,10 +272,14 @@ class _Lane:
             raise self._error
 
     def wait(self, place: int, patience_s: float) -> None:
-        """Until the message at this place of the queue has been carried."""
+        """Until the message at this place of the queue has been carried. Patience is with the lane, not with what it
+        stands before: a backward pass takes as long as it takes."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._will_not_come() or self._next > place, patience_s):
-                raise DeadlineError(f"lane {self.number} has not moved for {patience_s:g} s")
+            stand = self._stand()
+            while not self._changed.wait_for(lambda: self._will_not_come() or self._next > place, patience_s):
+                before, stand = stand, self._stand()
+                if stand == before and (self._busy or self._head_is_ready()):
+                    raise DeadlineError(f"lane {self.number} has not moved for {patience_s:g} s")
             if self._error is not None:
                 raise self._error
             if self._next <= place:
@@ -299,6 +303,9 @@ class _Lane:
                     return
                 message = self._take()
             self._carry_taken(message)
+
+    def _stand(self) -> tuple[int, bool, bool]:
+        return self._next, self._busy, self._head_is_ready()
 
     def _will_not_come(self) -> bool:
         return self._closed or self._error is not None
