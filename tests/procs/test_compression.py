@@ -459,3 +459,25 @@ def slow_backward() -> None:
 
 def test_a_backward_pass_may_take_longer_than_ranks_wait_for_each_other() -> None:
     run_ranks(1, slow_backward)
+
+
+def loads_another_model(state: dict[str, Any]) -> str:
+    model = build("mlp", torch.float32, seed=0)
+    for name, values in state["compression"]["codec"]["slots"]["residual"].items():
+        state["compression"]["codec"]["slots"]["residual"][name] = values[:-1]
+    with gf.attach(model, optimizer_of(model, "sgd"), "wfbp+csc:0.1") as flow:
+        try:
+            flow.load_state_dict(state)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def saves_mlp() -> dict[str, Any]:
+    model = build("mlp", torch.float32, seed=0)
+    with gf.attach(model, optimizer_of(model, "sgd"), "lazy+csc:0.1") as flow:
+        return flow.state_dict()
+
+
+def test_a_state_of_another_model_is_refused_before_it_is_used() -> None:
+    assert "another model" in run_ranks(1, loads_another_model, run_ranks(1, saves_mlp)[0])[0]

@@ -252,6 +252,7 @@ class Feedback:
         missing = {"num_steps", "slots", "signature", "part"} - state.keys()
         if missing:
             raise UsageError(f"the state of compression lacks {', '.join(sorted(missing))}")
+        self._slots.check(state["slots"])
         self._num_steps = int(state["num_steps"])
         self._loaded = state
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gradientflow.compress.codec import Parcel
+from gradientflow.errors import UsageError
 
 #: Kind of memory -> parameter name -> values, flat.
 Named = dict[str, dict[str, torch.Tensor]]
@@ -60,10 +61,7 @@ class Slots:
         """Copies of everything that holds."""
         found: Named = {}
         for kind, slots in self._now.items():
-            sizes: dict[str, int] = {}
-            for parcel in self._parcels:
-                for piece in parcel.message.slices:
-                    sizes[piece.tensor] = max(sizes.get(piece.tensor, 0), piece.stop)
+            sizes = self._sizes()
             tensors: dict[str, torch.Tensor] = {}
             for parcel, values in zip(self._parcels, slots, strict=True):
                 offset = 0
@@ -74,6 +72,23 @@ class Slots:
                     offset += piece.numel
             found[kind] = tensors
         return found
+
+    def check(self, named: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Raise unless these could be loaded."""
+        sizes = self._sizes()
+        for tensors in named.values():
+            for name, values in tensors.items():
+                if (expected := sizes.get(name, values.numel())) != values.numel():
+                    raise UsageError(
+                        f"the state was saved for another model: {name!r} had {values.numel()} elements, not {expected}"
+                    )
+
+    def _sizes(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for parcel in self._parcels:
+            for piece in parcel.message.slices:
+                sizes[piece.tensor] = max(sizes.get(piece.tensor, 0), piece.stop)
+        return sizes
 
     def load(self, named: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Make these hold; nothing for parameters that are not among them. Other kinds stay as they are."""

@@ -150,8 +150,14 @@ class PooledFlow(Flow):
             compare(self._exchange.control, describe_plan(plan))
         super().load_state_dict(state)
         if self._compression and "compression" in state:
-            self._compression.load_state_dict([state["compression"] for state in states])
+            self._compression.load_state_dict([state.get("compression", {}) for state in states])
             self._next_plan = self._plan_now  # what was loaded takes its place when a plan is installed
+        elif "compression" in state and self._exchange.rank == 0:
+            _log.warning(
+                "recipe '%s' keeps nothing from step to step: what '%s' had not sent yet is lost, and momentum it kept",
+                self.recipe,
+                state.get("recipe"),
+            )
         if plan is not None:
             self._observing = self._asked_early = False
             self._next_plan = plan
