@@ -431,6 +431,24 @@ def test_a_gather_gives_what_each_rank_has(world: int) -> None:
     assert run_ranks(world, gathers, 5) == [expected] * world
 
 
+def scaled_halves() -> float:
+    """Relative distance between what fp16 gradients are on one rank and what compression makes of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with gf.attach(model, optimizer, "lazy+csc:1", scaler=scaler, master_weights=True):
+        loss = model(torch.randn(8, 64).half()).float().mean() * 1e-5
+        expected = torch.autograd.grad(loss * 65536.0, model.weight, retain_graph=True)[0].float()
+        scaler.scale(loss).backward()
+        found = optimizer.param_groups[0]["params"][0].grad
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_gradients_that_only_a_scaler_keeps_from_vanishing_do_not_vanish() -> None:
+    assert run_ranks(1, scaled_halves)[0] < 1e-3
+
+
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, inputs: torch.Tensor) -> torch.Tensor:

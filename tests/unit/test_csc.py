@@ -430,3 +430,9 @@ def test_a_step_that_does_not_count_leaves_ages_alone() -> None:
         converse([rank.codec.converse(parcel)])
     converse([rank.codec.close()])
     assert torch.equal(rank.codec.state_dict()["part"]["ages"], before)
+
+
+def test_a_local_clip_measures_half_precision_in_float32() -> None:
+    (rank,) = ranks_of(1, "1:clip=1000", dtype=torch.float16)
+    step([rank], [torch.full((numel(),), 6000.0, dtype=torch.float16)])
+    assert 900 < float(rank.got()[:1000].float().norm()) < 1100

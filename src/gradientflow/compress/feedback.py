@@ -201,7 +201,8 @@ class Feedback:
     ) -> None:
         """Write `total`, and the `velocity` that the one `before` becomes."""
         if self._unit != 1.0:
-            gradient.mul_(1.0 / self._unit)
+            # In the precision that is remembered: a factor is there because half precision would lose what this gives.
+            gradient = gradient.to(total.dtype).mul_(1.0 / self._unit)
         if before is None or velocity is None:
             torch.add(residual, gradient, out=total)
             return
@@ -231,7 +232,7 @@ class Feedback:
         limit = self._local_clip / self._world**1.5 * self._unit
         for _, number, start, stop in _places(parcel):
             values = parcel.values[number][start:stop]
-            norm = torch.linalg.vector_norm(values)
+            norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
             values.mul_(torch.clamp(limit / norm, max=1.0))  # a norm of 0 gives inf, and 1
 
     # - State
