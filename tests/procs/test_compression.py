@@ -431,6 +431,82 @@ def test_a_gather_gives_what_each_rank_has(world: int) -> None:
     assert run_ranks(world, gathers, 5) == [expected] * world
 
 
+class Heads(nn.Module):
+    """A trunk, and a second head that not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Conv2d(3, 8, 3, bias=False)
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.trunk(inputs).tanh().mean((2, 3))
+        found: torch.Tensor = self.first(hidden)
+        return found + self.second(hidden) if both else found
+
+
+def heads_loss(model: nn.Module, step: int, both: bool = True) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    inputs = torch.randn(4, 3, 6, 6, generator=generator, dtype=torch.float64)
+    found: torch.Tensor = model(inputs, both).square().mean()
+    return found
+
+
+def trains_heads(kind: str, recipe: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Heads().double().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=kind == "unused")
+    trained: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if recipe == "ddp" else model
+    flow = None if recipe == "ddp" else gf.attach(model, optimizer, "lazy" if kind == "taken over" else recipe)
+    for step in range(12):
+        if kind == "taken over" and flow is not None and step == 5:
+            flow.close()
+            flow = gf.attach(model, optimizer, recipe)
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = heads_loss(trained, step, both=kind != "unused" or step % 4 == dist.get_rank() % 2)
+            loss.backward()
+            return loss
+
+        if kind == "closure":
+            assert optimizer.step(closure) is not None
+        else:
+            closure()
+            optimizer.step()
+    if flow is not None:
+        flow.close()
+    return weights(model)
+
+
+def heads_equal_ddp(kind: str) -> float:
+    return float((trains_heads(kind, "lazy+csc:1") - trains_heads(kind, "ddp")).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["closure", "unused", "taken over"])
+def test_sending_everything_is_dense_training_with_closures_unused_tensors_and_other_memory_formats(kind: str) -> None:
+    assert all(difference < 1e-10 for difference in run_ranks(2, heads_equal_ddp, kind))
+
+
+def frozen_midway() -> float:
+    torch.manual_seed(0)
+    model = Heads().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    with gf.attach(model, optimizer, "lazy+csc:0.1:warmup=0"):
+        for step in range(12):
+            if step == 6:
+                model.second.requires_grad_(False)
+                before = weights(model.second)
+            optimizer.zero_grad()
+            heads_loss(model, step).backward()
+            optimizer.step()
+    return float((weights(model.second) - before).abs().max())
+
+
+def test_what_is_frozen_midway_stays_where_it_is() -> None:
+    assert run_ranks(2, frozen_midway) == [0.0, 0.0]
+
+
 def scaled_halves() -> float:
     """Relative distance between what fp16 gradients are on one rank and what compression makes of them."""
     torch.manual_seed(0)

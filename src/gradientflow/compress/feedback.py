@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from gradientflow.compress.codec import Conversation, Parcel, Traffic
+from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic
 from gradientflow.compress.slots import Slots
 from gradientflow.compress.warmup import WarmUp
 from gradientflow.errors import UsageError
@@ -99,6 +99,7 @@ class Feedback:
         self._parcels: Sequence[Parcel] = ()
         self._world = 1
         self._signature = ""
+        self._flagged: Sequence[str] = ()
         self._unit = 1.0
         self._momenta: Mapping[str, Momentum] = {}
         self._runs: dict[int, list[list[tuple[int, int, Momentum]]]] = {}
@@ -125,9 +126,12 @@ class Feedback:
 
     # - Around steps
 
-    def lay_out(self, parcels: Sequence[Parcel], world: int, signature: str) -> None:
+    def lay_out(self, parcels: Sequence[Parcel], world: int, signature: str, flagged: Sequence[str] = ()) -> None:
         """For these messages from now on; what is held moves over. The next step sends everything, unless what was
-        loaded is of the same `signature`: then it goes on as it would have."""
+        loaded is of the same `signature`: then it goes on as it would have.
+
+        flagged: tensors of which the first flags say whether any rank has used them."""
+        self._flagged = flagged
         self._parcels, self._world, self._signature, self._runs = parcels, world, signature, {}
         self._slots.lay_out(parcels)
         self._slots.need(RESIDUAL)
@@ -148,7 +152,40 @@ class Feedback:
         self._part.begin(self._warm_up.density(self._num_steps + 1))
 
     def close(self) -> Conversation:
+        if MOMENTUM in self._slots.kinds:
+            yield from self._let_rest(self._unused())
         yield from self._part.close()
+
+    def _unused(self) -> set[str]:
+        """Tensors that no rank has used in this step: known when messages have been carried."""
+        flags = next((parcel.flags for parcel in self._parcels if parcel.flags is not None), None)
+        if flags is None:
+            return set()
+        return {name for name, used in zip(self._flagged, flags.tolist(), strict=False) if not used}
+
+    def _let_rest(self, unused: set[str]) -> Conversation:
+        """An optimizer leaves alone what has no gradient. So do velocities: they stay, and what was sent of such
+        tensors is sent anew without them."""
+        moving = {name for name in unused if self._momenta.get(name, Momentum()).factor}
+        for parcel in self._parcels if moving else ():
+            places = [(number, slice(*bounds)) for name, number, *bounds in _places(parcel) if name in moving]
+            if not places:
+                continue
+            waits = [torch.ones_like(values, dtype=torch.bool) for values in parcel.values]
+            self._part.clear_sent(parcel, waits)
+            residuals, totals = self._slots.now(RESIDUAL, parcel), self._slots.proposed(RESIDUAL, parcel)
+            velocities, proposed = self._slots.now(MOMENTUM, parcel), self._slots.proposed(MOMENTUM, parcel)
+            for number, here in places:
+                proposed[number][here] = velocities[number][here]
+                totals[number][here] = residuals[number][here] * waits[number][here]
+            sent = [~waits[number][here] for number, here in places]
+            waiting = [residuals[number][here] for number, here in places]
+            again = torch.cat([values[picked] for values, picked in zip(waiting, sent, strict=True)])
+            if len(again):
+                yield Sum([again])
+            sums = torch.split(again * self._unit, [int(picked.sum()) for picked in sent])
+            for (number, here), picked, summed_up in zip(places, sent, sums, strict=True):
+                parcel.values[number][here][picked] = summed_up.to(parcel.values[number].dtype)
 
     def settle(self) -> bool:
         """All conversations of the step have ended: whether it counts, as all ranks find alike."""

@@ -54,7 +54,7 @@ class Compression:
 
     def lay_out(self, plan: Plan, parcels: Sequence[Parcel], exchange: Exchange) -> None:
         self._rank, self._world = exchange.rank, exchange.world
-        self._codec.lay_out(parcels, exchange.world, plan.digest)
+        self._codec.lay_out(parcels, exchange.world, plan.digest, plan.layout)
 
     # - A step
 

@@ -436,7 +436,9 @@ class PooledFlow(Flow):
         assert pool is not None
         missing = self._take_late(missing)
         absent, kept = self._fill_in(missing)
-        pool.mark_absent(absent | kept.keys(), skipped, asks=self._asks())
+        # With compression, what is kept has been given: it is part of what waits, or of what comes back.
+        missing_here = absent if self._compression else absent | kept.keys()
+        pool.mark_absent(missing_here, skipped, asks=self._asks())
         remaining = [message for message, number in enumerate(self._num_missing) if number > 0]
         self._num_missing[:] = self._num_tensors
         self._num_seen[:] = [0] * len(self._num_seen)
@@ -600,7 +602,9 @@ class PooledFlow(Flow):
         assert self._pool is not None
         nowhere = self._pool.absent_everywhere(absent | kept.keys())
         if self._compression:  # what no rank has now may be left over from before
-            nowhere = {name for name in nowhere if not self._pool.views[name].any()}
+            nowhere = {
+                name for name in nowhere if not (self._parameters[name].requires_grad and self._pool.views[name].any())
+            }
         as_view = self._options.gradients_are_views
         number = {name: index for index, name in enumerate(self._names)}
         for name in absent - nowhere:
