@@ -507,6 +507,31 @@ def test_what_is_frozen_midway_stays_where_it_is() -> None:
     assert run_ranks(2, frozen_midway) == [0.0, 0.0]
 
 
+def fails_in_step() -> list[tuple[float, float]]:
+    """What the groups say after a step that an exception ended, and after close()."""
+    model = build("mlp", torch.float32, seed=0)
+    optimizer = optimizer_of(model, "sgd")
+    group = optimizer.param_groups[0]
+    found = []
+    with gf.attach(model, optimizer, "lazy+csc:0.1") as flow:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, "mlp", dist.get_rank(), step, torch.float32).backward()
+            failing = optimizer.register_step_pre_hook(lambda *given: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            failing.remove()
+            found.append((group["momentum"], group["weight_decay"]))
+        optimizer.step()
+        numel = weights(model).numel()
+        assert flow.memory().remembered == 5 * 4 * numel, "two of gradients, two of velocities, one of weight decay's"
+    return [*found, (group["momentum"], group["weight_decay"])]
+
+
+def test_groups_are_the_users_after_an_exception_in_step() -> None:
+    assert run_ranks(1, fails_in_step) == [[(0.9, 1e-2)] * 3]
+
+
 def scaled_halves() -> float:
     """Relative distance between what fp16 gradients are on one rank and what compression makes of them."""
     torch.manual_seed(0)

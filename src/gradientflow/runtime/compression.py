@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.runtime.momentum import BorrowedMomentum, why_not
-from gradientflow.runtime.optimizers import held_by
+from gradientflow.runtime.optimizers import Given, held_by
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Compression:
             objection = "the optimizer also updates parameters that are not exchanged"
         if not objection:
             assert isinstance(optimizer, torch.optim.SGD)
+            self.after_update()
             decays = self._momentum.state_dict() if self._momentum else {}
             self._momentum = BorrowedMomentum(optimizer, names)
             self._momentum.load_state_dict(decays)
@@ -59,6 +60,7 @@ class Compression:
     # - A step
 
     def begin(self) -> None:
+        self.after_update()  # a step that an exception ended was not followed by it
         if self._momentum is None:
             self._codec.begin({}, self._unit())
             return
@@ -73,9 +75,14 @@ class Compression:
         """The step is over, and ranks agree on it: whether it can be used, or leaves no trace."""
         return self._codec.settle()
 
-    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._momentum is not None and self._momentum.optimizer is optimizer:
-            self._momentum.before_step()
+    def before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Given | None:
+        """Gets the arguments of `step` and gives others: a closure lends momentum."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._momentum is None or self._momentum.optimizer is not optimizer or isinstance(closure, _Lending):
+            return None  # of wrappers that take turns with one model, the first lends for all
+        return args[:1], {"closure": _Lending(self._momentum, closure)}
 
     def after_update(self) -> None:
         if self._momentum is not None:
@@ -109,3 +116,16 @@ class Compression:
         self._codec.load_state_dict(codec)
         if self._momentum is not None:
             self._momentum.load_state_dict(states[0]["decays"])
+
+
+class _Lending(NamedTuple):
+    """A closure: the first thing that runs inside `step`, when hooks have had their turn. The user's own runs before
+    momentum is lent, with groups as they are and gradients yet to come."""
+
+    momentum: BorrowedMomentum
+    own: Callable[[], Any] | None
+
+    def __call__(self) -> Any:
+        loss = self.own() if self.own is not None else None
+        self.momentum.lend()
+        return loss

@@ -41,8 +41,8 @@ class BorrowedMomentum:
     def momenta(self) -> dict[str, Momentum]:
         """As the groups say now."""
         found: dict[str, Momentum] = {}
-        for group, lent in zip(self.optimizer.param_groups, self._lent or self.optimizer.param_groups, strict=True):
-            momentum = Momentum(float(lent[_MOMENTUM]), bool(group["nesterov"]))
+        for group in self.optimizer.param_groups:
+            momentum = Momentum(float(group[_MOMENTUM]), bool(group["nesterov"]))
             found |= {self._names[p]: momentum for p in group["params"] if p in self._names}
         return found
 
@@ -56,7 +56,8 @@ class BorrowedMomentum:
         return found
 
     @torch.no_grad()
-    def before_step(self) -> None:
+    def lend(self) -> None:
+        """Just before the optimizer computes: gradients are there, and nobody else looks at the groups."""
         self.put_back()
         groups = self.optimizer.param_groups
         for group in groups:

@@ -511,8 +511,8 @@ class PooledFlow(Flow):
     ) -> Given | None:
         is_ours = self._stepped_at.get(optimizer) != self._step  # else another wrapper's, or a second one
         super()._before_step(optimizer, args, kwargs)
-        if self._compression and is_ours:
-            self._compression.before_update(optimizer)
+        if self._compression:
+            return self._compression.before_update(optimizer, args, kwargs)
         if self._gate is None or self._gate_shut or not is_ours:
             self.catch_up()
             return None
