@@ -59,13 +59,15 @@ class Compression:
 
     # - A step
 
-    def begin(self) -> None:
+    def begin(self, views: Mapping[str, torch.Tensor]) -> None:
+        """views: of gradients, in the pool."""
         self.after_update()  # a step that an exception ended was not followed by it
         if self._momentum is None:
             self._codec.begin({}, self._unit())
             return
         if velocities := self._momentum.take_velocities():  # the mean over ranks is what all of them had
-            self._codec.take_over(MOMENTUM, {name: values / self._world for name, values in velocities.items()})
+            shares = {name: _as_it_lies(values / self._world, views[name]) for name, values in velocities.items()}
+            self._codec.take_over(MOMENTUM, shares)
         self._codec.begin(self._momentum.momenta(), self._unit())
 
     def _unit(self) -> float:
@@ -129,3 +131,8 @@ class _Lending(NamedTuple):
         loss = self.own() if self.own is not None else None
         self.momentum.lend()
         return loss
+
+
+def _as_it_lies(values: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Flat, in the order in which elements of the view lie in memory: with channels_last not that of its shape."""
+    return values.permute(sorted(range(view.dim()), key=view.stride, reverse=True)).reshape(-1)

@@ -418,7 +418,8 @@ class PooledFlow(Flow):
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
         if self._compression:
-            self._compression.begin()
+            assert self._pool is not None
+            self._compression.begin(self._pool.views)
         self._pump.begin(self._step)
 
     def _bring_views_home(self) -> None:
