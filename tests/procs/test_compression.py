@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -505,6 +506,48 @@ def frozen_midway() -> float:
 
 def test_what_is_frozen_midway_stays_where_it_is() -> None:
     assert run_ranks(2, frozen_midway) == [0.0, 0.0]
+
+
+def exchanges_twice(momentum: float) -> tuple[str, float]:
+    """Two exchanges before each step, of which the second does not use all: what was refused, else how far the law of
+    what is given and left over is off."""
+    torch.manual_seed(0)
+    model = Heads().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    given = {name: torch.zeros_like(p).reshape(-1) for name, p in model.named_parameters()}
+    with gf.attach(model, optimizer, "lazy+csc:0.2:warmup=0:chunk=4") as flow:
+        for step in range(8):
+            optimizer.zero_grad()
+            for both in (True, False):
+                loss = heads_loss(model, step + 100 * both, both)
+                local = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+                try:
+                    loss.backward()
+                except UsageError as error:
+                    return str(error), 0.0
+                for name, gradient in zip(given, local, strict=True):
+                    given[name] += 0.0 if gradient is None else gradient.reshape(-1) / dist.get_world_size()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                given[name] -= parameter.grad.reshape(-1) / dist.get_world_size()
+            optimizer.step()
+        left_over = flow.state_dict()["compression"]["codec"]["slots"]["residual"]
+    missing = torch.cat([given[name] - left_over[name] for name in given])
+    dist.all_reduce(missing)
+    return "", float(missing.abs().max())
+
+
+def test_adding_to_averages_loses_nothing_and_is_refused_if_momentum_would_be_added_twice() -> None:
+    assert all(not words and missing < 1e-12 for words, missing in run_ranks(2, exchanges_twice, 0.0))
+    assert all("no_sync()" in words for words, _ in run_ranks(2, refused_twice))
+
+
+def refused_twice() -> tuple[str, float]:
+    found = exchanges_twice(0.9)
+    for thread in threading.enumerate():
+        if thread.name == "gradientflow-beacon":
+            thread.join(timeout=20.0)
+    return found
 
 
 def fails_in_step() -> list[tuple[float, float]]:

@@ -26,10 +26,16 @@ class Compression:
         self._codec, self._scaler = codec, scaler
         self._rank, self._world = 0, 1
         self._momentum: BorrowedMomentum | None = None
+        self._num_unused = 0  # steps that counted since the optimizer's last
 
     @property
     def nbytes(self) -> int:
         return self._codec.nbytes
+
+    @property
+    def update_is_due(self) -> bool:
+        """Whether velocities have been sent that the optimizer has not seen."""
+        return self._num_unused > 0 and self._momentum is not None and self._momentum.is_set
 
     def meet_optimizer(
         self, optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str], *, aloud: bool
@@ -75,12 +81,15 @@ class Compression:
 
     def settle(self) -> bool:
         """The step is over, and ranks agree on it: whether it can be used, or leaves no trace."""
-        return self._codec.settle()
+        counts = self._codec.settle()
+        self._num_unused += counts
+        return counts
 
     def before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Given | None:
         """Gets the arguments of `step` and gives others: a closure lends momentum."""
+        self._num_unused = 0
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._momentum is None or self._momentum.optimizer is not optimizer or isinstance(closure, _Lending):
             return None  # of wrappers that take turns with one model, the first lends for all

@@ -46,6 +46,10 @@ class BorrowedMomentum:
             found |= {self._names[p]: momentum for p in group["params"] if p in self._names}
         return found
 
+    @property
+    def is_set(self) -> bool:
+        return any(group[_MOMENTUM] for group in self.optimizer.param_groups)
+
     def take_velocities(self) -> dict[str, torch.Tensor]:
         """What the optimizer has gathered before; it has it no longer."""
         found = {}

@@ -419,8 +419,19 @@ class PooledFlow(Flow):
             self._install(plan)
         if self._compression:
             assert self._pool is not None
+            if self._compression.update_is_due and self._accumulates() and not self._joined:
+                raise UsageError(
+                    "a backward pass adds to gradients that are averages already and hold momentum: accumulate under "
+                    "no_sync(), call zero_grad() if the optimizer is not to use them, or leave momentum to it, "
+                    "+csc:uncorrected"
+                )
             self._compression.begin(self._pool.views)
         self._pump.begin(self._step)
+
+    def _accumulates(self) -> bool:
+        """Whether gradients of the last exchange are still there. The one that has just arrived tells nothing."""
+        held = [*self._parameters.values(), *(self._masters.parameters() if self._masters else ())]
+        return not self._local and sum(p.grad is not None and bool(p.grad.any()) for p in held) > 1
 
     def _bring_views_home(self) -> None:
         """`p.grad.data = values` has made another memory of a view: it becomes the pool's again, values and all."""
