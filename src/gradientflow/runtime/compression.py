@@ -30,7 +30,7 @@ class Compression:
 
     @property
     def nbytes(self) -> int:
-        return self._codec.nbytes
+        return self._codec.nbytes + (self._momentum.nbytes if self._momentum else 0)
 
     @property
     def update_is_due(self) -> bool:

@@ -59,6 +59,10 @@ class BorrowedMomentum:
                 found[name] = velocity
         return found
 
+    @property
+    def nbytes(self) -> int:
+        return sum(velocity.nbytes for velocity in self._decays.values())
+
     @torch.no_grad()
     def lend(self) -> None:
         """Just before the optimizer computes: gradients are there, and nobody else looks at the groups."""
