@@ -643,3 +643,31 @@ def saves_mlp() -> dict[str, Any]:
 
 def test_a_state_of_another_model_is_refused_before_it_is_used() -> None:
     assert "another model" in run_ranks(1, loads_another_model, run_ranks(1, saves_mlp)[0])[0]
+
+
+def joins(ours: bool) -> torch.Tensor:
+    """Ranks with fewer inputs than others; averages are over those that have some."""
+    torch.manual_seed(0)
+    model = Heads().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    wrapper: DistributedDataParallel = (
+        gf.DistributedDataParallel(model, recipe="lazy+csc:1", optimizer=optimizer)
+        if ours
+        else DistributedDataParallel(model)
+    )
+    with wrapper.join(divide_by_initial_world_size=False):
+        for step in range(4 + 3 * dist.get_rank()):
+            optimizer.zero_grad()
+            heads_loss(wrapper, step).backward()
+            optimizer.step()
+    if isinstance(wrapper, gf.DistributedDataParallel):
+        wrapper.close()
+    return weights(model)
+
+
+def joins_as_ddp_does() -> float:
+    return float((joins(True) - joins(False)).abs().max())
+
+
+def test_ranks_that_run_out_of_inputs_do_not_change_what_momentum_others_have() -> None:
+    assert all(difference < 1e-10 for difference in run_ranks(2, joins_as_ddp_does))

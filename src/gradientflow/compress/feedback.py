@@ -100,7 +100,7 @@ class Feedback:
         self._world = 1
         self._signature = ""
         self._flagged: Sequence[str] = ()
-        self._unit = 1.0
+        self._unit = self._weight = 1.0
         self._momenta: Mapping[str, Momentum] = {}
         self._runs: dict[int, list[list[tuple[int, int, Momentum]]]] = {}
         #: Steps that counted.
@@ -142,9 +142,10 @@ class Feedback:
             if loaded["signature"] == signature:
                 self._part.load_state_dict(loaded["part"])
 
-    def begin(self, momenta: Mapping[str, Momentum], unit: float = 1.0) -> None:
-        """A step, in which gradients come multiplied by `unit` and are to be given back so."""
-        self._unit = unit
+    def begin(self, momenta: Mapping[str, Momentum], unit: float = 1.0, weight: float = 1.0) -> None:
+        """A step, in which gradients come multiplied by `unit` and are to be given back so. Those of this step, not
+        what is left over, count `weight` times."""
+        self._unit, self._weight = unit, weight
         if momenta != self._momenta:
             self._momenta, self._runs = dict(momenta), {}
         if any(momentum.factor for momentum in momenta.values()):
@@ -237,9 +238,9 @@ class Feedback:
         velocity: torch.Tensor | None = None,
     ) -> None:
         """Write `total`, and the `velocity` that the one `before` becomes."""
-        if self._unit != 1.0:
+        if self._unit != self._weight:
             # In the precision that is remembered: a factor is there because half precision would lose what this gives.
-            gradient = gradient.to(total.dtype).mul_(1.0 / self._unit)
+            gradient = gradient.to(total.dtype).mul_(self._weight / self._unit)
         if before is None or velocity is None:
             torch.add(residual, gradient, out=total)
             return

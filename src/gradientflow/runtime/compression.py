@@ -65,16 +65,16 @@ class Compression:
 
     # - A step
 
-    def begin(self, views: Mapping[str, torch.Tensor]) -> None:
-        """views: of gradients, in the pool."""
+    def begin(self, views: Mapping[str, torch.Tensor], weight: float) -> None:
+        """views: of gradients, in the pool. weight: of this step's, beside what is left over from others."""
         self.after_update()  # a step that an exception ended was not followed by it
         if self._momentum is None:
-            self._codec.begin({}, self._unit())
+            self._codec.begin({}, self._unit(), weight)
             return
         if velocities := self._momentum.take_velocities():  # the mean over ranks is what all of them had
             shares = {name: _as_it_lies(values / self._world, views[name]) for name, values in velocities.items()}
             self._codec.take_over(MOMENTUM, shares)
-        self._codec.begin(self._momentum.momenta(), self._unit())
+        self._codec.begin(self._momentum.momenta(), self._unit(), weight)
 
     def _unit(self) -> float:
         return self._scaler.get_scale() if self._scaler and self._scaler.is_enabled() else 1.0

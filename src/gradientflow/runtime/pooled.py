@@ -425,7 +425,7 @@ class PooledFlow(Flow):
                     "no_sync(), call zero_grad() if the optimizer is not to use them, or leave momentum to it, "
                     "+csc:uncorrected"
                 )
-            self._compression.begin(self._pool.views)
+            self._compression.begin(self._pool.views, self._exchange.world / self._num_contributing)
         self._pump.begin(self._step)
 
     def _accumulates(self) -> bool:
@@ -459,7 +459,7 @@ class PooledFlow(Flow):
             self._leave(remaining, absent, kept)
             return None
         self._pump.finish(remaining)
-        if self._num_contributing != self._exchange.world and not self._comm_hooks:
+        if self._num_contributing != self._exchange.world and not self._comm_hooks and not self._compression:
             pool.scale(self._exchange.world / self._num_contributing)
         self._sparse.sum(self._step, self._num_contributing, self._joined)
         if not self._joined:
