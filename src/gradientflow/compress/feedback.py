@@ -116,11 +116,6 @@ class Feedback:
         """Of everything that is remembered."""
         return self._slots.nbytes
 
-    @property
-    def density(self) -> float:
-        """The share of a step's gradients that the next one will send."""
-        return self._warm_up.density(self._num_steps)
-
     def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
         return self._part.traffic(numel, dtype, self._warm_up.target)
 

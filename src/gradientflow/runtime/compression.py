@@ -49,7 +49,7 @@ class Compression:
             and not objection
             and any(p.requires_grad and p not in names for p in held_by(optimizer))
         ):
-            objection = "the optimizer also updates parameters that are not exchanged"
+            objection = "the optimizer also updates parameters whose gradients do not go this way"
         if not objection:
             assert isinstance(optimizer, torch.optim.SGD)
             self.after_update()

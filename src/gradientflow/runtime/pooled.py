@@ -681,7 +681,8 @@ class PooledFlow(Flow):
         if self._options.nonfinite == "raise":
             raise NonFiniteError(f"{words}; gradients are dropped on all ranks, what they had left over is as before")
         if self._exchange.rank == 0:
-            _log.warning("%s: all ranks leave it out, as if it had not been", words)
+            advice = "; fp16 on the wire ends at 65504: use +bf16 if this goes on" if self._codec.can_overflow else ""
+            _log.warning("%s: all ranks leave it out, as if it had not been%s", words, advice)
 
     def _spoil_gradients(self) -> None:
         """For a scaler to see, wherever it looks: what is sent may not hold what went wrong."""
