@@ -50,4 +50,4 @@ def test_the_drop_in_takes_what_torchs_class_takes_in_the_same_order() -> None:
     stock = list(inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters)
     ours = list(inspect.signature(gf.DistributedDataParallel.__init__).parameters)
     assert ours[: len(stock)] == stock
-    assert ours[len(stock) :] == ["recipe", "deadline_s", "nonfinite", "optimizer"]
+    assert ours[len(stock) :] == ["recipe", "deadline_s", "nonfinite", "optimizer", "scaler"]

@@ -199,8 +199,14 @@ def test_what_waits_survives_a_change_of_the_scalers_factor() -> None:
 class Job:
     """A training that can be stopped and gone on with."""
 
-    def __init__(self, recipe: str, states: Any = None, kind: str = "sgd") -> None:
-        self.model = build("cnn", torch.float32, seed=0)
+    def __init__(
+        self,
+        recipe: str,
+        states: Any = None,
+        kind: str = "sgd",
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        self.model = build("cnn", torch.float32, seed=0).to(memory_format=memory_format)  # type: ignore[call-overload]
         self.optimizer = optimizer_of(self.model, kind)
         if states:
             self.model.load_state_dict(states["model"])
@@ -671,3 +677,48 @@ def joins_as_ddp_does() -> float:
 
 def test_ranks_that_run_out_of_inputs_do_not_change_what_momentum_others_have() -> None:
     assert all(difference < 1e-10 for difference in run_ranks(2, joins_as_ddp_does))
+
+
+def changes_memory_format() -> float:
+    """Half of a training in channels_last, the other half not, by way of a checkpoint."""
+    ends = []
+    for changes in (True, False):
+        job = Job("lazy:60KB+csc:0.1:warmup=0", memory_format=torch.channels_last)
+        job.run(range(6))
+        if changes:
+            state = job.state()
+            job.flow.close()
+            job = Job("lazy:60KB+csc:0.1:warmup=0", state, memory_format=torch.contiguous_format)
+        job.run(range(6, 12))
+        waits = job.flow.state_dict()["compression"]["codec"]["slots"]
+        ends.append(torch.cat([values for kind in waits for _, values in sorted(waits[kind].items())]))
+        job.flow.close()
+    # Chunks lie otherwise, so others are sent: what both have is momentum, and it does not depend on that.
+    half = len(ends[0]) // 2
+    return float((ends[0][half:] - ends[1][half:]).abs().max() / ends[1][half:].abs().max())
+
+
+def test_a_checkpoint_fits_another_memory_format() -> None:
+    assert all(difference < 1e-3 for difference in run_ranks(2, changes_memory_format))
+
+
+def drop_in_with_a_scaler() -> tuple[bool, float]:
+    """A step in which one rank overflows, under the drop-in: the scaler sees it on all ranks."""
+    rank = dist.get_rank()
+    model = build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6)
+    wrapped = gf.DistributedDataParallel(model, recipe="lazy+csc:0.1:warmup=0", optimizer=optimizer, scaler=scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, "mlp", rank, step, torch.float32)
+        scaler.scale(loss * (float("inf") if step == 2 and rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found = bool(torch.isfinite(weights(model)).all()), scaler.get_scale()
+    wrapped.close()
+    return found
+
+
+def test_the_drop_in_knows_a_scaler() -> None:
+    assert run_ranks(2, drop_in_with_a_scaler) == [(True, 128.0)] * 2

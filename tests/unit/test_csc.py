@@ -233,15 +233,29 @@ def test_a_step_with_an_inf_anywhere_leaves_no_trace(bad: float, momentum: Momen
             assert torch.equal(one.got(), other.got()) and torch.equal(one.held(), other.held())
 
 
-def test_an_overflow_on_the_wire_alone_does_not_count_either() -> None:
+def test_an_overflow_on_the_wire_alone_is_left_for_a_scaler() -> None:
     ranks = ranks_of(2, wire=fp16())
     calm = gradients_of(2, 0)
     assert step(ranks, calm)
     before = [rank.held() for rank in ranks]
-    huge = [torch.full((numel(),), 100000.0) for _ in range(2)]  # halves fit into fp16, their sum does not
-    assert not step(ranks, huge)
+    huge = [torch.full((numel(),), 1000.0) for _ in range(2)]  # halves fit into fp16, their sum does not
+    assert not step(ranks, huge, unit=100.0)
     assert all(torch.equal(rank.held(), then) for rank, then in zip(ranks, before, strict=True))
     assert step(ranks, calm)
+
+
+@pytest.mark.parametrize("world", [1, 3, 5])
+def test_without_a_scaler_what_the_wire_cannot_carry_waits(world: int) -> None:
+    ranks = ranks_of(world, "1:warmup=0", wire=fp16())
+    huge, applied = [torch.full((numel(),), 100000.0 * (1 + rank)) for rank in range(world)], torch.zeros(numel())
+    assert step(ranks, huge)
+    applied += ranks[0].got()
+    assert applied.isfinite().all() and (applied > 50000).all()
+    for _ in range(12):
+        assert step(ranks, [torch.zeros(numel())] * world)
+        applied += ranks[0].got()
+    assert torch.allclose(applied, sum(huge) / world, rtol=1e-2)
+    assert all(float(rank.held().abs().max()) < 1e-2 for rank in ranks)
 
 
 @pytest.mark.parametrize("momentum", [Momentum(), Momentum(0.5)])
@@ -400,23 +414,19 @@ def test_bad_words_are_refused_with_what_to_write(argument: str, words: str) -> 
             make(argument, None)
 
 
-def test_what_overflows_in_a_half_precision_model_does_not_count() -> None:
+def test_a_half_precision_model_stays_finite_whatever_waits() -> None:
     ranks = ranks_of(2, dtype=torch.float16)
-    counted = [step(ranks, [torch.full((numel(),), 60000.0, dtype=torch.float16)] * 2) for _ in range(4)]
-    assert counted[:2] == [True, True] and not all(counted), "what has waited is more than fp16 can hold"
-    assert all(torch.isfinite(rank.held()).all() for rank in ranks)
+    for _ in range(4):  # more than fp16 can hold
+        assert step(ranks, [torch.full((numel(),), 60000.0, dtype=torch.float16)] * 2)
+        assert all(torch.isfinite(rank.held()).all() and torch.isfinite(rank.got()).all() for rank in ranks)
 
 
-def test_one_lane_does_not_undo_what_another_has_found(monkeypatch) -> None:
+def test_one_message_does_not_undo_what_another_has_found(monkeypatch) -> None:
     (rank,) = ranks_of(1, wire=fp16())
-    part = rank.codec._part
-
-    def meanwhile(values: torch.Tensor) -> bool:
-        part.finite = False
-        return True
-
-    monkeypatch.setattr(sys.modules["gradientflow.compress.csc"], "_is_finite", meanwhile)
+    found = iter([False])
+    monkeypatch.setattr(sys.modules["gradientflow.compress.csc"], "_is_finite", lambda values: next(found, True))
     assert not step([rank], gradients_of(1, 0))
+    assert step([rank], gradients_of(1, 0))
 
 
 def test_a_step_that_does_not_count_leaves_ages_alone() -> None:

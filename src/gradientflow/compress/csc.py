@@ -10,7 +10,8 @@ The paper leaves details open, or we do otherwise:
 - a chunk that was sent is judged by what one of the steps that made up its content has given, on average, for this is
   what the next step will find there. By all that it held it would be chosen again at once, and have little to give;
 - a quarter of the chunks is chosen by how long they have waited, so that none waits longer than 4 / density steps;
-- what rounding to the wire's precision takes away is left over as well;
+- what rounding to the wire's precision takes away is left over as well; so is what might leave its range, unless there
+  is a scaler to lower its factor;
 - after a new plan the first step sends everything: norms of chunks that no longer exist say nothing.
 """
 
@@ -32,6 +33,8 @@ MIN_CHUNKS = 1024
 BY_AGE = 0.25
 #: Elements of each operand that are worked on at a time. More leave the caches, fewer are all overhead.
 BLOCK = 384 * 1024
+#: Of fp16's range: partial sums are rounded.
+SAFE = 0.9
 
 
 class _Grid(NamedTuple):
@@ -69,6 +72,7 @@ class Csc:
         self.finite = True
         self._overflown: list[int] = []  # messages of this step; lanes append to it side by side
         self._chunk = 1
+        self._world = 1
         self._parcels: Sequence[Parcel] = ()
         self._grids: list[list[_Grid]] = []
         self._picks: list[list[_Pick]] = []
@@ -88,7 +92,8 @@ class Csc:
         """Of all chunks, those that are sent in this step."""
         return self._chosen
 
-    def lay_out(self, parcels: Sequence[Parcel]) -> None:
+    def lay_out(self, parcels: Sequence[Parcel], world: int) -> None:
+        self._world = world
         pool = sum(parcel.message.numel for parcel in parcels)
         self._chunk = self._asked_chunk or max(1, min(MAX_CHUNK, pool // MIN_CHUNKS))
         self._parcels, self._grids = parcels, []
@@ -142,6 +147,7 @@ class Csc:
         num_flags = 0 if parcel.flags is None else parcel.flags.numel()
         dtype, device = self._type_of(parcel.values[0].dtype), parcel.values[0].device
         packed = torch.empty(numel + num_flags, dtype=dtype, device=device)
+        is_narrow = torch.finfo(dtype).max < 1e38
         if parcel.flags is not None:
             packed[numel:] = parcel.flags
         offset = 0
@@ -154,12 +160,18 @@ class Csc:
                     here.index_fill_(0, rows, 0.0)
                 else:
                     part = here.index_select(0, rows)
-                    wire.copy_(part if unit == 1.0 else part * unit)
+                    if unit != 1.0:
+                        wire.copy_(part * unit)
+                    elif is_narrow:
+                        most = SAFE * torch.finfo(dtype).max / self._world
+                        wire.copy_(part.clamp(-most, most))
+                    else:
+                        wire.copy_(part)
                     here.index_copy_(0, rows, part.sub_(wire, alpha=1.0 / unit))
         if len(packed):
             yield Sum([packed])
             # A sum may leave the wire's range though all of its parts were within it; on all ranks alike.
-            if torch.finfo(dtype).max < 1e38 and not _is_finite(packed):
+            if is_narrow and not _is_finite(packed):
                 self._overflown.append(parcel.number)
         offset = 0
         for (grid, pick), values in zip(places, parcel.values, strict=True):

@@ -44,7 +44,7 @@ class Part(Protocol):
     #: Whether all that it learnt in this step is finite, on every rank: it knows after `close`.
     finite: bool
 
-    def lay_out(self, parcels: Sequence[Parcel]) -> None:
+    def lay_out(self, parcels: Sequence[Parcel], world: int) -> None:
         """For these messages from now on; the next step sends everything."""
 
     def begin(self, density: float) -> None:
@@ -130,7 +130,7 @@ class Feedback:
         self._parcels, self._world, self._signature, self._runs = parcels, world, signature, {}
         self._slots.lay_out(parcels)
         self._slots.need(RESIDUAL)
-        self._part.lay_out(parcels)
+        self._part.lay_out(parcels, world)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._slots.load(loaded["slots"])
@@ -281,12 +281,16 @@ class Feedback:
             "part": self._part.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """To be used from the next `lay_out` on."""
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise unless this could be loaded."""
         missing = {"num_steps", "slots", "signature", "part"} - state.keys()
         if missing:
             raise UsageError(f"the state of compression lacks {', '.join(sorted(missing))}")
         self._slots.check(state["slots"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """To be used from the next `lay_out` on."""
+        self.check(state)
         self._num_steps = int(state["num_steps"])
         self._loaded = state
 

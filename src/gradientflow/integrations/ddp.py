@@ -44,13 +44,15 @@ _REFUSED = {
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """See torch's class for its arguments. Four are ours:
+    """See torch's class for its arguments. Five are ours:
 
     recipe: how gradients travel, see `gradientflow.recipe`; `bucket_cap_mb` is short for "lazy:<size>".
     deadline_s: how long any one wait for ranks that are alive may last.
     nonfinite: what to do about an averaged gradient that is inf or nan; see `gradientflow.attach`.
     optimizer: with it, a recipe that is made for a gate (flow, bytescheduler) has one: backward may return while
-        gradients travel, and `optimizer.step()` is put off, part by part, until forward needs its result.
+        gradients travel, and `optimizer.step()` is put off, part by part, until forward needs its result. A codec
+        that keeps gradients for later keeps SGD's momentum too.
+    scaler: the loop's `GradScaler`; see `gradientflow.attach`.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         deadline_s: float = DEADLINE_S,
         nonfinite: NonFinite = "pass",
         optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         given = locals()
         nn.Module.__init__(self)
@@ -127,6 +130,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"expected a torch.optim.Optimizer as optimizer, found {type(optimizer).__name__}")
         self._optimizer = optimizer
+        self._scaler = scaler
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._comm_hook_names: list[str] = []
         self._divide_by_initial_world_size = True
@@ -177,6 +181,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             static_graph=self.static_graph,
             may_use_none=self.find_unused_parameters,
             forward_is_told=True,
+            overflow_is_handled=self._scaler is not None and self._scaler.is_enabled(),
+            scaler=self._scaler,
             ignored=frozenset(self.parameters_to_ignore),
         )
         flow = open_flow(
@@ -393,7 +399,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self.process_group is not dist.group.WORLD:
             raise UsageError("a wrapper on a group of its own cannot be copied or pickled: save its state_dict()")
         return {key: value for key, value in self.__dict__.items() if key not in ("process_group", "_flow")} | {
-            "_optimizer": None  # the original's
+            "_optimizer": None,  # the original's
+            "_scaler": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

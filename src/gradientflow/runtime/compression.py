@@ -27,6 +27,7 @@ class Compression:
         self._rank, self._world = 0, 1
         self._momentum: BorrowedMomentum | None = None
         self._num_unused = 0  # steps that counted since the optimizer's last
+        self._views: Mapping[str, torch.Tensor] = {}  # of gradients, in the pool
 
     @property
     def nbytes(self) -> int:
@@ -59,20 +60,24 @@ class Compression:
         elif aloud and self._momentum is None:
             _log.warning("gradients that wait are plain sums, no velocities: %s", objection)
 
-    def lay_out(self, plan: Plan, parcels: Sequence[Parcel], exchange: Exchange) -> None:
+    def lay_out(
+        self, plan: Plan, parcels: Sequence[Parcel], views: Mapping[str, torch.Tensor], exchange: Exchange
+    ) -> None:
+        """views: of gradients, in the pool."""
+        self._views = views
         self._rank, self._world = exchange.rank, exchange.world
         self._codec.lay_out(parcels, exchange.world, plan.digest, plan.layout)
 
     # - A step
 
-    def begin(self, views: Mapping[str, torch.Tensor], weight: float) -> None:
-        """views: of gradients, in the pool. weight: of this step's, beside what is left over from others."""
+    def begin(self, weight: float) -> None:
+        """weight: of this step's gradients, beside what is left over from others."""
         self.after_update()  # a step that an exception ended was not followed by it
         if self._momentum is None:
             self._codec.begin({}, self._unit(), weight)
             return
         if velocities := self._momentum.take_velocities():  # the mean over ranks is what all of them had
-            shares = {name: _as_it_lies(values / self._world, views[name]) for name, values in velocities.items()}
+            shares = {name: _as_it_lies(values / self._world, self._views[name]) for name, values in velocities.items()}
             self._codec.take_over(MOMENTUM, shares)
         self._codec.begin(self._momentum.momenta(), self._unit(), weight)
 
@@ -103,7 +108,9 @@ class Compression:
 
     def state_dict(self) -> dict[str, Any]:
         decays = self._momentum.state_dict() if self._momentum else {}
-        return {"rank": self._rank, "world": self._world, "codec": self._codec.state_dict(), "decays": decays}
+        codec = self._codec.state_dict()
+        codec["slots"] = self._each(codec["slots"], _as_it_is_shaped)
+        return {"rank": self._rank, "world": self._world, "codec": codec, "decays": decays}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """One rank's, to be this one's again; or those of all ranks of another world, of which each takes its share."""
@@ -124,9 +131,24 @@ class Compression:
                 f"what rank {ranks[0]} of {world} has not sent yet is not what rank {self._rank} of {self._world} has: "
                 f"give load_state_dict() the state that this rank saved, or a list of those of all {world} ranks"
             )
-        self._codec.load_state_dict(codec)
+        self._codec.check(codec)
+        lying = self._each(codec["slots"], lambda flat, view: _as_it_lies(flat.view(view.shape), view))
+        self._codec.load_state_dict({**codec, "slots": lying})
         if self._momentum is not None:
             self._momentum.load_state_dict(states[0]["decays"])
+
+    def _each(
+        self,
+        slots: Mapping[str, Mapping[str, torch.Tensor]],
+        turn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Slots hold elements as they lie in memory; in a file they come as their tensor is shaped."""
+        return {
+            kind: {
+                name: turn(flat, self._views[name]) if name in self._views else flat for name, flat in tensors.items()
+            }
+            for kind, tensors in slots.items()
+        }
 
 
 class _Lending(NamedTuple):
@@ -144,4 +166,18 @@ class _Lending(NamedTuple):
 
 def _as_it_lies(values: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Flat, in the order in which elements of the view lie in memory: with channels_last not that of its shape."""
-    return values.permute(sorted(range(view.dim()), key=view.stride, reverse=True)).reshape(-1)
+    return values.permute(_by_stride(view)).reshape(-1)
+
+
+def _as_it_is_shaped(flat: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The other way round."""
+    order = _by_stride(view)
+    return (
+        flat.view([view.shape[dim] for dim in order])
+        .permute([order.index(dim) for dim in range(view.dim())])
+        .reshape(-1)
+    )
+
+
+def _by_stride(view: torch.Tensor) -> list[int]:
+    return sorted(range(view.dim()), key=view.stride, reverse=True)

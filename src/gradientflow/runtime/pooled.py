@@ -282,7 +282,7 @@ class PooledFlow(Flow):
         if isinstance(self._codec, Feedback):
             closing = self._codec.close
         if self._compression:
-            self._compression.lay_out(plan, parcels, self._exchange)
+            self._compression.lay_out(plan, parcels, pool.views, self._exchange)
         pump.load(plan, parcels, closing)
 
     def _load_gate(self, gate: Gate, plan: Plan) -> None:
@@ -425,7 +425,7 @@ class PooledFlow(Flow):
                     "no_sync(), call zero_grad() if the optimizer is not to use them, or leave momentum to it, "
                     "+csc:uncorrected"
                 )
-            self._compression.begin(self._pool.views, self._exchange.world / self._num_contributing)
+            self._compression.begin(self._exchange.world / self._num_contributing)
         self._pump.begin(self._step)
 
     def _accumulates(self) -> bool:
@@ -673,7 +673,7 @@ class PooledFlow(Flow):
             return
         if self._joined:
             return
-        words = f"step {self._step - 1}: a gradient is inf or nan on some rank, or became so on the wire"
+        words = f"step {self._step - 1}: a gradient is inf or nan on some rank"
         if self._options.overflow_is_handled:
             self._spoil_gradients()
             return
@@ -681,8 +681,7 @@ class PooledFlow(Flow):
         if self._options.nonfinite == "raise":
             raise NonFiniteError(f"{words}; gradients are dropped on all ranks, what they had left over is as before")
         if self._exchange.rank == 0:
-            advice = "; fp16 on the wire ends at 65504: use +bf16 if this goes on" if self._codec.can_overflow else ""
-            _log.warning("%s: all ranks leave it out, as if it had not been%s", words, advice)
+            _log.warning("%s: all ranks leave it out, as if it had not been", words)
 
     def _spoil_gradients(self) -> None:
         """For a scaler to see, wherever it looks: what is sent may not hold what went wrong."""
