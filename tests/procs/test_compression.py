@@ -72,8 +72,10 @@ def equals_ddp(recipe: str, kind: str) -> float:
     return float((found - expected).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["sgd", "nesterov", "groups", "adam"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [(1, "groups"), (2, "sgd"), (2, "nesterov"), (2, "groups"), (2, "adam"), (4, "sgd"), (4, "groups")],
+)
 def test_sending_everything_is_dense_training(world: int, kind: str) -> None:
     for difference in run_ranks(world, equals_ddp, "lazy:60KB+csc:1", kind):
         assert difference < 1e-10
@@ -245,8 +247,14 @@ def stops_and_goes_on(recipe: str, kind: str) -> tuple[bool, bool]:
     return torch.equal(found, expected), bool(second.flow.state_dict()["compression"]["codec"]["num_steps"] == 20)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "groups", "adam"])
-@pytest.mark.parametrize("recipe", ["lazy:60KB+csc:0.1:warmup=8", "gradientflow:0.1:warmup=8"])
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        ("lazy:60KB+csc:0.1:warmup=8", "sgd"),
+        ("lazy:60KB+csc:0.1:warmup=8", "adam"),
+        ("gradientflow:0.1:warmup=8", "groups"),
+    ],
+)
 def test_going_on_from_a_checkpoint_is_bit_identical(recipe: str, kind: str) -> None:
     assert run_ranks(2, stops_and_goes_on, recipe, kind) == [(True, True)] * 2
 

@@ -21,9 +21,9 @@ from test_parity import ONE_BUCKET, STEPS_FOR_BITS, train
 from torch import nn
 
 import gradientflow as gf
-from gradientflow.compress import Sum
+from gradientflow.compress import Gather, Sum
 from gradientflow.exchange import Exchange
-from gradientflow.exchange.mpi import _Sum
+from gradientflow.exchange.mpi import _Begun
 from helpers import run_ranks
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -87,6 +87,8 @@ def sums() -> None:
             shares = [torch.arange(numel).remainder(5).add(each).to(dtype) for each in range(world)]
             exchange.answer(Sum([ours := shares[rank].clone()]), lane=1)
             assert torch.equal(ours, sum(shares)), (dtype, numel)
+            gathered = exchange.answer(Gather(shares[rank]), lane=1)
+            assert all(torch.equal(one, other) for one, other in zip(gathered, shares, strict=True)), (dtype, numel)
             torch.manual_seed(rank)
             exchange.answer(Sum([rounded := torch.randn(numel).to(dtype)]), lane=0)
             everybodys: list[Any] = [None] * world
@@ -253,10 +255,10 @@ def test_a_wait_ends_in_time_and_failures_are_broken_connections() -> None:
             raise ArithmeticError("MPI_ERR_PROC_FAILED: Process Failure\nand more")
 
     began_s = time.monotonic()
-    assert not _Sum(Never(), torch.zeros(1), ArithmeticError).done_within(0.05)
+    assert not _Begun(Never(), (), ArithmeticError).done_within(0.05)
     assert 0.05 <= time.monotonic() - began_s < 1.0
     with pytest.raises(ConnectionError, match=r"Process Failure$"):
-        _Sum(Broken(), torch.zeros(1), ArithmeticError).done_within(0.05)
+        _Begun(Broken(), (), ArithmeticError).done_within(0.05)
 
 
 if __name__ == "__main__":
