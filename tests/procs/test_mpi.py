@@ -173,10 +173,9 @@ def nobody_closes() -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize("world", [2, 3])
-def test_sums_are_right_and_the_same_on_all_ranks(world: int) -> None:
-    code, told, errors = mpirun(world, "sums")
-    assert code == 0 and len(told) == world, errors
+def test_sums_are_right_and_the_same_on_all_ranks() -> None:
+    code, told, errors = mpirun(3, "sums")
+    assert code == 0 and len(told) == 3, errors
 
 
 @needs_mpi
