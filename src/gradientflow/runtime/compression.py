@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradientflow.compress import Feedback, Parcel
+from gradientflow.compress import Conversation, Feedback, Parcel
 from gradientflow.compress.feedback import MOMENTUM, summed
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange
@@ -67,6 +67,10 @@ class Compression:
         self._views = views
         self._rank, self._world = exchange.rank, exchange.world
         self._codec.lay_out(parcels, exchange.world, plan.digest, plan.layout)
+
+    def closing(self) -> Conversation:
+        """What ranks ask each other when all messages of a step have been carried."""
+        return self._codec.close()
 
     # - A step
 

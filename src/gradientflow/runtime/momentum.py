@@ -1,7 +1,7 @@
 """Momentum of the user's own SGD, kept by a codec instead (compress/feedback.py says why).
 
-Gradients then come as velocities, so around each `optimizer.step()` the groups' momentum is 0 and is put back after
-it: schedulers, checkpoints and the user see what they set. Weight decay is part of what SGD's momentum acts on, and
+Gradients then come as velocities, so inside `optimizer.step()` the groups' momentum is 0, and is put back after it:
+schedulers, checkpoints and the user see what they set. Weight decay is part of what SGD's momentum acts on, and
 nothing of it needs to travel, as weights are the same on all ranks: it has a momentum of its own, here. Without that
 it would be weaker by 1 / (1 - m).
 """

@@ -167,7 +167,7 @@ class PooledFlow(Flow):
             self._gate.cancel()
             self._gate.take_doors_away()
         if self._compression:
-            self._compression.after_update()  # unless an exception has ended it
+            self._compression.after_update()  # a step that an exception ended was not followed by it
         self._pump.close()  # before the lanes' groups go
         super()._let_go()
         if self._run_directory is not None:
@@ -275,14 +275,11 @@ class PooledFlow(Flow):
     def _load_pump(self, pump: Pump, pool: Pool, plan: Plan) -> None:
         apart = self._compression is not None
         parcels = [pool.parcel(index, message, flags_apart=apart) for index, message in enumerate(plan.messages)]
-        closing = None
         self._shards = Shards(plan, pool, self._names, self._exchange) if plan.norms else None
-        if self._shards:
-            closing = self._shards.converse
-        if isinstance(self._codec, Feedback):
-            closing = self._codec.close
+        closing = self._shards.converse if self._shards else None
         if self._compression:
             self._compression.lay_out(plan, parcels, pool.views, self._exchange)
+            closing = self._compression.closing
         pump.load(plan, parcels, closing)
 
     def _load_gate(self, gate: Gate, plan: Plan) -> None:
@@ -418,7 +415,6 @@ class PooledFlow(Flow):
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
         if self._compression:
-            assert self._pool is not None
             if self._compression.update_is_due and self._accumulates() and not self._joined:
                 raise UsageError(
                     "a backward pass adds to gradients that are averages already and hold momentum: accumulate under "
