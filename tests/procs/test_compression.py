@@ -736,3 +736,33 @@ def drop_in_with_a_scaler() -> tuple[bool, float]:
 
 def test_the_drop_in_knows_a_scaler() -> None:
     assert run_ranks(2, drop_in_with_a_scaler) == [(True, 128.0)] * 2
+
+
+def two_wrappers_around_one_model() -> list[str]:
+    """What a step says with gradients of the one that compresses, of the other, and when the first is closed."""
+    torch.manual_seed(0)
+    model = Heads().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compressing = gf.DistributedDataParallel(model, recipe="lazy+csc:0.1", optimizer=optimizer)
+    plain = gf.DistributedDataParallel(model, recipe="lazy")
+
+    def step(wrapper: nn.Module, number: int) -> str:
+        optimizer.zero_grad()
+        heads_loss(wrapper, number).backward()
+        try:
+            optimizer.step()
+        except UsageError as error:
+            return str(error)
+        return "" if all(group["momentum"] == 0.9 for group in optimizer.param_groups) else "momentum is gone"
+
+    said = [step(compressing, 0), step(plain, 1), step(compressing, 2)]
+    compressing.close()
+    said.append(step(plain, 3))
+    plain.close()
+    return said
+
+
+def test_of_two_wrappers_only_the_one_that_keeps_momentum_may_use_it() -> None:
+    for said in run_ranks(2, two_wrappers_around_one_model):
+        assert ["keeps the optimizer's momentum" in words for words in said] == [False, True, False, False]
+        assert not any(words for words in said[:1] + said[2:])

@@ -232,7 +232,7 @@ class _Prober:
         group = self.group if size == self.world else self._group_of(size)
 
         def once(nbytes: int) -> None:
-            self.wait(group.allreduce([self.buffer[: nbytes // 4]]), f"all-reduce {nbytes} bytes")
+            self.do(lambda: group.allreduce([self.buffer[: nbytes // 4]]), f"all-reduce {nbytes} bytes")
 
         samples, skipped = self.sweep(once, self._agree_in(group), budget_s)
         if group is not self.group:
@@ -267,7 +267,7 @@ class _Prober:
     def _agree_in(self, group: Any) -> Callable[[int], int]:
         def agree(number: int) -> int:
             self.number.fill_(number)
-            self.wait(group.broadcast(self.number, 0), "agree on repetitions")
+            self.do(lambda: group.broadcast(self.number, 0), "agree on repetitions")
             return int(self.number.item())
 
         return agree
@@ -294,14 +294,19 @@ class _Prober:
 
     def _from(self, source: int, purpose: str) -> int:
         """`source`'s number, on all ranks."""
-        self.wait(self.group.broadcast(self.number, source), purpose)
+        self.do(lambda: self.group.broadcast(self.number, source), purpose)
         return int(self.number.item())
 
-    def wait(self, work: dist.Work, purpose: str, with_ranks: tuple[int, ...] = ()) -> None:
+    def do(self, start: Callable[[], dist.Work], purpose: str, with_ranks: tuple[int, ...] = ()) -> None:
+        self.do_all([start], purpose, with_ranks)
+
+    def do_all(self, starts: Sequence[Callable[[], dist.Work]], purpose: str, with_ranks: tuple[int, ...]) -> None:
+        """All are started, then waited for. A connection that is gone may fail either."""
         try:
-            work.wait(self._limit)
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
+            for work in [start() for start in starts]:
+                work.wait(self._limit)
+                if self._device.type != "cpu":
+                    torch.accelerator.synchronize(self._device)
         except RuntimeError as error:
             raise self._failure(purpose, with_ranks, error) from error
 
@@ -385,9 +390,8 @@ class _Pair:
 
     def _stream(self, nbytes: int, num_messages: int) -> None:
         values = self._prober.buffer[: nbytes // 4]
-        step = self._start_sending if self._leads else self._start_receiving
-        for work in [step(values) for _ in range(num_messages)]:
-            self._wait(work, f"stream {num_messages} messages of {nbytes} bytes with")
+        step = self._sending(values) if self._leads else self._receiving(values)
+        self._do([step] * num_messages, f"stream {num_messages} messages of {nbytes} bytes with")
         (self._receive if self._leads else self._send)(self._prober.number)  # all of it has arrived
 
     def _agree(self, number: int) -> int:
@@ -396,19 +400,19 @@ class _Pair:
         return int(self._prober.number.item())
 
     def _send(self, values: torch.Tensor) -> None:
-        self._wait(self._start_sending(values), f"send {values.nbytes} bytes to")
+        self._do([self._sending(values)], f"send {values.nbytes} bytes to")
 
     def _receive(self, values: torch.Tensor) -> None:
-        self._wait(self._start_receiving(values), f"receive {values.nbytes} bytes from")
+        self._do([self._receiving(values)], f"receive {values.nbytes} bytes from")
 
-    def _start_sending(self, values: torch.Tensor) -> dist.Work:
-        return cast(dist.Work, self._prober.group.send([values], self._other, 0))
+    def _sending(self, values: torch.Tensor) -> Callable[[], dist.Work]:
+        return lambda: cast(dist.Work, self._prober.group.send([values], self._other, 0))
 
-    def _start_receiving(self, values: torch.Tensor) -> dist.Work:
-        return cast(dist.Work, self._prober.group.recv([values], self._other, 0))
+    def _receiving(self, values: torch.Tensor) -> Callable[[], dist.Work]:
+        return lambda: cast(dist.Work, self._prober.group.recv([values], self._other, 0))
 
-    def _wait(self, work: dist.Work, purpose: str) -> None:
-        self._prober.wait(work, f"{purpose} rank {self._name}", (self._name,))
+    def _do(self, starts: Sequence[Callable[[], dist.Work]], purpose: str) -> None:
+        self._prober.do_all(starts, f"{purpose} rank {self._name}", (self._name,))
 
 
 def _affordable(predicted_s: float, left_s: float) -> bool:

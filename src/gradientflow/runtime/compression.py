@@ -13,7 +13,7 @@ from gradientflow.compress.feedback import MOMENTUM, summed
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
-from gradientflow.runtime.momentum import BorrowedMomentum, why_not
+from gradientflow.runtime.momentum import BorrowedMomentum, holder_of, why_not
 from gradientflow.runtime.optimizers import Given, held_by
 
 _log = logging.getLogger(__name__)
@@ -100,13 +100,20 @@ class Compression:
         """Gets the arguments of `step` and gives others: a closure lends momentum."""
         self._num_unused = 0
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._momentum is None or self._momentum.optimizer is not optimizer or isinstance(closure, _Lending):
-            return None  # of wrappers that take turns with one model, the first lends for all
+        if self._momentum is None or self._momentum is not holder_of(optimizer):
+            return None
         return args[:1], {"closure": _Lending(self._momentum, closure)}
+
+    def holds_momentum_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._momentum is not None and self._momentum is holder_of(optimizer)
 
     def after_update(self) -> None:
         if self._momentum is not None:
             self._momentum.put_back()
+
+    def close(self) -> None:
+        if self._momentum is not None:
+            self._momentum.release()
 
     # - State
 

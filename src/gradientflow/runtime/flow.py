@@ -37,6 +37,7 @@ from gradientflow.runtime.autograd import accumulator_of, after_enclosing_node, 
 from gradientflow.runtime.context import ContextGradients
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
+from gradientflow.runtime.momentum import holder_of
 from gradientflow.runtime.observe import ForwardObserver
 from gradientflow.runtime.optimizers import AnyOptimizer, Given, OneOptimizer, Optimizers
 from gradientflow.runtime.options import Options
@@ -81,7 +82,7 @@ class Flow(ABC):
         self._stale = False
 
         # - Where the current step stands
-        self._step = 0
+        self._step = self._began_at = 0
         #: False inside no_sync(): backward passes only accumulate.
         self.exchanging = True
         self._awaited = False  # a forward pass was run whose exchange is to come
@@ -277,7 +278,7 @@ class Flow(ABC):
             raise UsageError("the state was saved with another setting of master_weights")
         if self._masters:
             self._masters.load_state_dict(state["master_weights"])
-        self._step = int(state["step"])
+        self._step = self._began_at = int(state["step"])
 
     def close(self) -> None:
         """Take everything away that `attach` put there. Finished gradients stay as they are."""
@@ -636,12 +637,13 @@ class Flow(ABC):
         """Gets the arguments of `step`, and may give others in their place."""
         self._check_whole()
         self._check_owners()
+        self._check_momentum(optimizer)
         if self._local and isinstance(self._optimizers, OneOptimizer) and self._optimizers.alone:
             raise UsageError(
                 "optimizer.step() with gradients that never left this rank: the last backward pass before "
                 "step() must run outside no_sync()"
             )
-        if self._stepped_at.get(optimizer) == self._step:
+        if not self._has_exchanged_for(optimizer):
             self._exchange.health.num_skipped += 1
         self._stepped_at[optimizer] = self._step
         self._exchange.health.place = "optimizer.step()"
@@ -655,6 +657,22 @@ class Flow(ABC):
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not there or not "
                     "trainable when attach() was called: its gradients are not averaged. close() and attach again"
                 )
+
+    def _check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """What another wrapper around the same parameters keeps of it, this one's gradients would be without."""
+        if self._has_exchanged_for(optimizer) and holder_of(optimizer) and not self._holds_momentum_of(optimizer):
+            raise UsageError(
+                "optimizer.step() with gradients of one wrapper, while another around the same model keeps the "
+                "optimizer's momentum for its compression: close() the one that is not used, or compress without "
+                'momentum correction ("+csc:uncorrected")'
+            )
+
+    def _holds_momentum_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        return False
+
+    def _has_exchanged_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Since its last step; else what it sees now is another wrapper's, or a second step on the same gradients."""
+        return self._stepped_at.get(optimizer, self._began_at) != self._step
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._exchange.health.place = "after optimizer.step()"

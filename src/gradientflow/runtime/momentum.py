@@ -8,6 +8,7 @@ it would be weaker by 1 / (1 - m).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from gradientflow.compress import Momentum
 
 _MOMENTUM, _DECAY = "momentum", "weight_decay"
+#: Who keeps an optimizer's momentum. Of several wrappers around a model it is one.
+_HOLDERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[BorrowedMomentum]] = weakref.WeakKeyDictionary()
 
 
 def why_not(optimizer: torch.optim.Optimizer | None) -> str:
@@ -29,6 +32,11 @@ def why_not(optimizer: torch.optim.Optimizer | None) -> str:
     return ""
 
 
+def holder_of(optimizer: torch.optim.Optimizer) -> BorrowedMomentum | None:
+    held = _HOLDERS.get(optimizer)
+    return held() if held else None
+
+
 class BorrowedMomentum:
     """Of the parameters in `names`, which `optimizer` updates."""
 
@@ -37,6 +45,7 @@ class BorrowedMomentum:
         self._names = names
         self._lent: list[dict[str, Any]] | None = None  # what groups had, while a step is under way
         self._decays: dict[str, torch.Tensor] = {}  # velocities of weight decay
+        _HOLDERS[optimizer] = weakref.ref(self)
 
     def momenta(self) -> dict[str, Momentum]:
         """As the groups say now."""
@@ -82,6 +91,12 @@ class BorrowedMomentum:
         lent, self._lent = self._lent, None
         for group, before in zip(self.optimizer.param_groups, lent or (), strict=False):
             group.update(before)
+
+    def release(self) -> None:
+        """The optimizer keeps its momentum itself from now on."""
+        self.put_back()
+        if holder_of(self.optimizer) is self:
+            del _HOLDERS[self.optimizer]
 
     def _decay(self, group: dict[str, Any]) -> None:
         """What weight decay alone does in this step: the update is linear in it."""

@@ -167,7 +167,7 @@ class PooledFlow(Flow):
             self._gate.cancel()
             self._gate.take_doors_away()
         if self._compression:
-            self._compression.after_update()  # a step that an exception ended was not followed by it
+            self._compression.close()
         self._pump.close()  # before the lanes' groups go
         super()._let_go()
         if self._run_directory is not None:
@@ -514,10 +514,13 @@ class PooledFlow(Flow):
             self._gate.cancel()
         super()._drop_gradients()
 
+    def _holds_momentum_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._compression is not None and self._compression.holds_momentum_of(optimizer)
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Given | None:
-        is_ours = self._stepped_at.get(optimizer) != self._step  # else another wrapper's, or a second one
+        is_ours = self._has_exchanged_for(optimizer)
         super()._before_step(optimizer, args, kwargs)
         if self._compression:
             return self._compression.before_update(optimizer, args, kwargs)
