@@ -63,7 +63,7 @@ class Rank:
         self._momenta = dict.fromkeys(tensors, Momentum(momentum)) if momentum else {}
         self._gradients = torch.randn(sum(values.numel() for parcel in self._parcels for values in parcel.values))
         if isinstance(self._codec, Feedback):
-            self._codec.lay_out(self._parcels, 1, "")
+            self._codec.lay_out(self._parcels, 0, 1, "")
         self.fill()
 
     def fill(self) -> None:

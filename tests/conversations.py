@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradientflow.compress import Conversation, Gather, Parcel
+from gradientflow.compress import Conversation, Gather, Parcel, Swap
 from gradientflow.plan import Message, Slice
 
 
@@ -24,7 +24,13 @@ def converse(conversations: Sequence[Conversation]) -> tuple[int, int]:
         rounds += 1
         nbytes += questions[0].nbytes
         if kinds == {Gather}:
+            assert len({(q.tensor.shape, q.tensor.dtype) for q in questions}) == 1, "ranks ask differently"
             answers = [[question.tensor.clone() for question in questions] for _ in questions]
+            continue
+        if kinds == {Swap}:
+            answers = [[question.outgoing[rank].clone() for question in questions] for rank in range(len(questions))]
+            for answer, question in zip(answers, questions, strict=True):
+                assert [len(part) for part in answer] == list(question.incoming), "what is sent is not expected"
             continue
         shapes = [[(t.shape, t.dtype) for t in question.tensors] for question in questions]
         assert all(shape == shapes[0] for shape in shapes), "ranks ask differently"

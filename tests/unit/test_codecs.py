@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conversations import converse, parcels
-from gradientflow.compress import CASTS, EXACT, Codec
+from gradientflow.compress import CASTS, EXACT, Codec, imagined
 
 ALL: dict[str, Codec] = {"exact": EXACT} | {name: make("") for name, make in CASTS.items()}
 
@@ -20,7 +20,7 @@ def test_laws(name: str, world: int, dtype: torch.dtype) -> None:
     everyone = [[torch.randn(100).to(dtype), torch.randn(7).to(dtype)] for _ in range(world)]
     expected = [sum(rank[part].double() for rank in everyone) for part in range(2)]
     rounds, nbytes = converse([codec.converse(parcels([ranges])[0]) for ranges in everyone])
-    assert (rounds, nbytes) == codec.traffic(107, dtype)[:2], "traffic() must say what was asked"
+    assert (rounds, nbytes) == codec.traffic(imagined([(107,)], dtype), world)[:2], "traffic() must say what was asked"
     for ranges in everyone:
         for ours, first, exact in zip(ranges, everyone[0], expected, strict=True):
             assert ours.dtype == dtype
@@ -32,9 +32,9 @@ def test_laws(name: str, world: int, dtype: torch.dtype) -> None:
 
 def test_half_precision_halves_the_bytes_of_float32_only() -> None:
     for name in ("fp16", "bf16"):
-        assert ALL[name].traffic(10, torch.float32).nbytes == 20
-        assert ALL[name].traffic(10, torch.float16).nbytes == 20
-        assert ALL[name].traffic(10, torch.float64).nbytes == 20
+        assert ALL[name].traffic(imagined([(10,)], torch.float32), 2).nbytes == 20
+        assert ALL[name].traffic(imagined([(10,)], torch.float16), 2).nbytes == 20
+        assert ALL[name].traffic(imagined([(10,)], torch.float64), 2).nbytes == 20
 
 
 def test_only_fp16_can_overflow() -> None:

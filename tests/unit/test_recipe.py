@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_refused(text: str) -> None:
         ("lazy+fp16+topk", "must come last"),
         ("quick", "use bsp or wfbp or lazy"),
         ("lazy-ps", "no exchange 'ps' in this version"),
-        ("lazy+topk:0.1", "no codec 'topk' in this version"),
+        ("lazy+topmost:0.1", "no codec 'topmost' in this version"),
         ("lazy@local:8", "not available in this version"),
         ("lazy-a2a:0", "not a number of lanes"),
         ("lazy-a2a:99", "not a number of lanes"),

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from gradientflow.bench.comm_hooks import Hook, all_reduce_hook, bf16_hook, watched
 from gradientflow.bench.horovod import Horovod
+from gradientflow.compress import imagined, summed_nbytes
 from gradientflow.errors import RecipeError, UsageError
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.profiles import Profile
@@ -38,14 +39,10 @@ class Method:
     name: str
     #: Wraps the module that the optimizer updates. Collective.
     wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module]
-    #: Bytes of gradients that all ranks have to agree on in one iteration, as they are on the wire.
-    payload_nbytes: Callable[[Profile], float]
+    #: What one of so many ranks sends in an iteration, and what its port carries, if the exchange is optimal.
+    must_send_nbytes: Callable[[Profile, int], float]
     #: Wraps the module so that messages are noted in the list. None: what `wrap` makes says so itself, or sends none.
     watch: Callable[[nn.Module, list[Span]], nn.Module] | None = None
-
-    def must_send_nbytes(self, profile: Profile, world: int) -> float:
-        """What one rank sends, and what its port carries, if the exchange is optimal: a ring's 2 (n - 1) / n."""
-        return 2 * (world - 1) / world * self.payload_nbytes(profile)
 
 
 #: Beside recipes. `ddp-best` is chosen by a pilot, see bench/worker.py.
@@ -74,7 +71,7 @@ def method(name: str) -> Method:
     """By its name on the command line, or as `numbered` gives it."""
     plain = without_number(name)
     if plain == "compute":
-        return Method(name, lambda module, optimizer: module, lambda profile: 0.0)
+        return Method(name, lambda module, optimizer: module, lambda profile, world: 0.0)
     if plain == "ddp":
         return stock_ddp(25, name)
     if plain == "ddp-fp16":
@@ -107,10 +104,12 @@ def _recipe(name: str, text: str) -> Method:
 
     codec = recipe.codec()
 
-    def payload(profile: Profile) -> float:
-        return float(sum(codec.traffic(tensor.numel, tensor.torch_dtype).nbytes for tensor in profile.tensors))
+    def must_send(profile: Profile, world: int) -> float:
+        dtypes = {tensor.torch_dtype for tensor in profile.tensors}
+        parcels = [imagined([t.shape for t in profile.tensors if t.torch_dtype is dtype], dtype) for dtype in dtypes]
+        return sum(codec.traffic(parcel, world).sent_nbytes for parcel in parcels)
 
-    return Method(name, wrap, payload)
+    return Method(name, wrap, must_send)
 
 
 def stock_ddp(bucket_mb: float, name: str = "ddp") -> Method:
@@ -138,7 +137,11 @@ def _hooked(
         ddp.register_comm_hook(state(), watched(hook or all_reduce_hook, messages, sent=hook is None))
         return ddp
 
-    return Method(name, wrap, payload, watch)
+    return Method(name, wrap, lambda profile, world: summed_nbytes(payload(profile), world), watch)
+
+
+def _exact(profile: Profile, world: int) -> float:
+    return summed_nbytes(profile.nbytes, world)
 
 
 def _dense(profile: Profile) -> float:
@@ -170,4 +173,4 @@ def _low_rank(profile: Profile) -> float:
 def _horovod(name: str) -> Method:
     if importlib.util.find_spec("horovod") is None:
         raise UsageError("method horovod needs Horovod, which is not installed: pip install horovod, or leave it out")
-    return Method(name, lambda module, optimizer: Horovod(module), _dense)
+    return Method(name, lambda module, optimizer: Horovod(module), _exact)

@@ -6,6 +6,7 @@ knows no network.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from gradientflow.compress.cast import Cast, bf16, fp16
@@ -19,15 +20,18 @@ from gradientflow.compress.codec import (
     Parcel,
     Question,
     Sum,
+    Swap,
     Traffic,
+    imagined,
+    summed_nbytes,
 )
 from gradientflow.compress.feedback import Feedback, Momentum
-from gradientflow.compress.words import csc
+from gradientflow.compress.words import KINDS, part
 
 #: Name in a recipe -> constructor from the argument as written after the colon, "" if none: precisions on the wire,
 CASTS: dict[str, Callable[[str], Cast]] = {"fp16": fp16, "bf16": bf16}
 #: and codecs that send a part, in any of those.
-PARTS: dict[str, Callable[[str, Cast | None], Feedback]] = {"csc": csc}
+PARTS: dict[str, Callable[[str, Cast | None], Feedback]] = {name: functools.partial(part, name) for name in KINDS}
 
 __all__ = [
     "CASTS",
@@ -44,8 +48,11 @@ __all__ = [
     "Parcel",
     "Question",
     "Sum",
+    "Swap",
     "Traffic",
     "bf16",
-    "csc",
     "fp16",
+    "imagined",
+    "part",
+    "summed_nbytes",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic
+from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_nbytes, summed_once
 from gradientflow.errors import RecipeError
 
 
@@ -31,11 +31,11 @@ class Cast:
         for values, summed in zip(parcel.values, narrow, strict=True):
             values.copy_(summed)
 
-    def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
-        if self.type_of(dtype) is dtype:
-            return Traffic(1, numel * dtype.itemsize, 0, 0)
-        nbytes = numel * self.wire.itemsize
-        return Traffic(1, nbytes, nbytes, 2 * (nbytes + numel * dtype.itemsize))
+    def traffic(self, parcel: Parcel, world: int) -> Traffic:
+        if self.type_of(parcel.dtype) is parcel.dtype:
+            return summed_once(parcel.nbytes, world)
+        nbytes = parcel.numel * self.wire.itemsize
+        return Traffic(1, nbytes, nbytes, 2 * (nbytes + parcel.nbytes), summed_nbytes(nbytes, world))
 
     def type_of(self, dtype: torch.dtype) -> torch.dtype:
         """What travels in place of `dtype`."""

@@ -24,15 +24,14 @@ from typing import Any, NamedTuple
 import torch
 
 from gradientflow.compress.cast import Cast
-from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic
+from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_nbytes
+from gradientflow.compress.part import BLOCK, ranges
 
 MAX_CHUNK = 32 * 1024
 #: A pool has at least so many chunks, however small they get.
 MIN_CHUNKS = 1024
 #: Of those sent, the share that is chosen by age.
 BY_AGE = 0.25
-#: Elements of each operand that are worked on at a time. More leave the caches, fewer are all overhead.
-BLOCK = 384 * 1024
 #: Of fp16's range: partial sums are rounded.
 SAFE = 0.9
 
@@ -66,10 +65,13 @@ class _Choice(NamedTuple):
 class Csc:
     """A `Part`: chunks, chosen by norm and age. wire: the precision that they travel in, unless their own."""
 
+    forgets = False
+    sends_all = True
+    chooses_ahead = True
+
     def __init__(self, wire: Cast | None = None, chunk: int = 0) -> None:
         self._wire, self._asked_chunk = wire, chunk
         self.can_overflow = wire is not None and wire.can_overflow
-        self.finite = True
         self._overflown: list[int] = []  # messages of this step; lanes append to it side by side
         self._chunk = 1
         self._world = 1
@@ -92,7 +94,11 @@ class Csc:
         """Of all chunks, those that are sent in this step."""
         return self._chosen
 
-    def lay_out(self, parcels: Sequence[Parcel], world: int) -> None:
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return True
+
+    def lay_out(self, parcels: Sequence[Parcel], rank: int, world: int) -> None:
+        """The next step sends everything."""
         self._world = world
         pool = sum(parcel.message.numel for parcel in parcels)
         self._chunk = self._asked_chunk or max(1, min(MAX_CHUNK, pool // MIN_CHUNKS))
@@ -122,7 +128,7 @@ class Csc:
                 picks.append(_Pick(rows.to(values.device), tail))
             self._picks.append(picks)
 
-    def begin(self, density: float) -> None:
+    def begin(self, density: float, step: int) -> None:
         self._density, self._next = density, None
         self._overflown = []
 
@@ -141,18 +147,15 @@ class Csc:
         norms = torch.abs(rows, out=scratch[: rows.numel()].view(rows.shape)).sum(dim=1)
         self._norms[first : first + len(rows)] = norms
 
-    def send(self, parcel: Parcel, totals: Sequence[torch.Tensor], unit: float) -> Conversation:
+    def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         places = list(zip(self._grids[parcel.number], self._picks[parcel.number], strict=True))
         numel = sum(self._numel(grid, pick) for grid, pick in places)
-        num_flags = 0 if parcel.flags is None else parcel.flags.numel()
         dtype, device = self._type_of(parcel.values[0].dtype), parcel.values[0].device
-        packed = torch.empty(numel + num_flags, dtype=dtype, device=device)
+        packed = torch.empty(numel, dtype=dtype, device=device)
         is_narrow = torch.finfo(dtype).max < 1e38
-        if parcel.flags is not None:
-            packed[numel:] = parcel.flags
         offset = 0
-        for (grid, pick), total in zip(places, totals, strict=True):
-            for here, rows in self._picked(grid, pick, total):
+        for (grid, pick), values in zip(places, ranges(parcel, total), strict=True):
+            for here, rows in self._picked(grid, pick, values):
                 wire = packed[offset : offset + len(rows) * here.shape[1]].view(len(rows), -1)
                 offset += wire.numel()
                 if wire.dtype == here.dtype and unit == 1.0:
@@ -179,34 +182,34 @@ class Csc:
                 count = len(rows) * here.shape[1]
                 here.index_copy_(0, rows, packed[offset : offset + count].view(len(rows), -1).to(values.dtype))
                 offset += count
-        if parcel.flags is not None:
-            parcel.flags.copy_(packed[numel:])
 
-    def clear_sent(self, parcel: Parcel, ranges: Sequence[torch.Tensor]) -> None:
-        places = zip(self._grids[parcel.number], self._picks[parcel.number], ranges, strict=True)
-        for grid, pick, values in places:
-            for here, rows in self._picked(grid, pick, values):
+    def clear_sent(self, parcel: Parcel, values: torch.Tensor) -> None:
+        places = zip(self._grids[parcel.number], self._picks[parcel.number], ranges(parcel, values), strict=True)
+        for grid, pick, part in places:
+            for here, rows in self._picked(grid, pick, part):
                 here.index_fill_(0, rows, 0.0)
 
-    def close(self) -> Conversation:
-        if self.num_chunks:
-            yield Sum([self._norms])
+    def tells(self) -> Sequence[torch.Tensor]:
+        return [self._norms]
+
+    def learns(self) -> bool:
         norms = self._norms.cpu()
-        self.finite = not self._overflown and bool(torch.isfinite(norms).all())
-        if self.finite:
+        finite = not self._overflown and bool(torch.isfinite(norms).all())
+        if finite:
             expected = torch.where(self._chosen, norms / (self._ages + 1), norms)
             ages = torch.where(self._chosen, 0, self._ages + 1)
             self._next = _Choice(most_important(expected / self._lengths, ages, self._density), ages)
+        return finite
 
     def commit(self) -> None:
         assert self._next is not None
         self._ages = self._next.ages
         self._choose(self._next.chosen)
 
-    def traffic(self, numel: int, dtype: torch.dtype, density: float) -> Traffic:
-        nbytes = math.ceil(density * numel) * self._type_of(dtype).itemsize
+    def traffic(self, parcel: Parcel, density: float, world: int) -> Traffic:
+        nbytes = math.ceil(density * parcel.numel) * self._type_of(parcel.dtype).itemsize
         # Gradients and what is left over are read, that and the result written; what is sent is packed and unpacked.
-        return Traffic(1, nbytes, 2 * nbytes, 4 * numel * dtype.itemsize + 4 * nbytes)
+        return Traffic(1, nbytes, 2 * nbytes, 4 * parcel.nbytes + 4 * nbytes, summed_nbytes(nbytes, world))
 
     def state_dict(self) -> dict[str, Any]:
         return {"chosen": self._chosen.clone(), "ages": self._ages.clone()}

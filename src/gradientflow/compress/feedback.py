@@ -1,15 +1,19 @@
 """Error feedback: what a codec did not send in one step is added to what it is given in the next.
 
 Every codec that sends less than it is given (`Part`) is put into `Feedback`, which keeps what is left over and, for
-momentum SGD, the momentum (below), in slots. One law holds for each of them: what was sent and what is left over make
-up what was there before and what backward has given.
+momentum SGD, the momentum (below), in slots. One law holds for each of them, unless it says that it `forgets`: what was
+sent and what is left over make up what was there before and what backward has given.
 
 Momentum. Gradients that wait and are then multiplied by an optimizer's momentum all at once are not what momentum SGD
 would have done. So velocities are sent, not gradients (momentum correction, Lin et al. 2018): each rank runs the
 recursion u <- m u + g on its own gradients and feeds u, and the optimizer applies the sum as it comes. As the recursion
 is linear, the sum over ranks is that of stock SGD: sending everything is dense training. Lin et al. also clear u where
 they have sent ("masking"), which keeps stale gradients out and loses velocity with them: a constant gradient no longer
-reaches g / (1 - m), and sending everything is SGD without momentum. It is off unless asked for.
+reaches g / (1 - m), and sending everything is SGD without momentum. It is off unless asked for, and spares what never
+waits.
+
+Tensors that the codec does not take, such as biases, are summed as they are when all messages of a step have been
+carried, together with whatever else ranks have to tell each other then.
 
 A step that some rank cannot use (an inf or a nan anywhere) leaves no trace: see `Slots`.
 """
@@ -17,11 +21,12 @@ A step that some rank cannot use (an inf or a nan anywhere) leaves no trace: see
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic
+from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_once
+from gradientflow.compress.part import Part, pieces, ranges
 from gradientflow.compress.slots import Slots
 from gradientflow.compress.warmup import WarmUp
 from gradientflow.errors import UsageError
@@ -35,49 +40,6 @@ class Momentum(NamedTuple):
 
     factor: float = 0.0
     nesterov: bool = False
-
-
-class Part(Protocol):
-    """A codec that sends part of what it is given, the same part on all ranks."""
-
-    can_overflow: bool
-    #: Whether all that it learnt in this step is finite, on every rank: it knows after `close`.
-    finite: bool
-
-    def lay_out(self, parcels: Sequence[Parcel], world: int) -> None:
-        """For these messages from now on; the next step sends everything."""
-
-    def begin(self, density: float) -> None:
-        """A step: to send this share, from the next one on."""
-
-    def blocks(self, parcel: Parcel, number: int) -> list[int]:
-        """Elements of each of the blocks, small enough for a cache, in which range `number` of the parcel is seen."""
-
-    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, scratch: torch.Tensor) -> None:
-        """`total` is what there is to send, from `start` of a range on: one of its blocks. `scratch` may be written
-        to, and is as long."""
-
-    def send(self, parcel: Parcel, totals: Sequence[torch.Tensor], unit: float) -> Conversation:
-        """Send a part of `totals` and leave the rest there; the sum of what ranks sent, times `unit`, is in the
-        parcel's values then, which are zero before."""
-
-    def clear_sent(self, parcel: Parcel, ranges: Sequence[torch.Tensor]) -> None:
-        """Write zeros where the last `send` of the parcel has sent something."""
-
-    def close(self) -> Conversation:
-        """After all messages of a step: learn together what the next one will send."""
-
-    def commit(self) -> None:
-        """The step counts."""
-
-    def traffic(self, numel: int, dtype: torch.dtype, density: float) -> Traffic:
-        """As a codec's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, for messages of this layout."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `state_dict` gave it; messages are laid out as they were then."""
 
 
 class Feedback:
@@ -100,6 +62,11 @@ class Feedback:
         self._world = 1
         self._signature = ""
         self._flagged: Sequence[str] = ()
+        self._loose: list[list[tuple[int, int]]] = []  # by message, where tensors lie that the part does not take
+        self._aside: dict[int, torch.Tensor] = {}  # what there is of them in this step
+        self._overflown: list[int] = []  # messages of this step; lanes append to it side by side
+        self._density = 1.0
+        self._finite = True
         self._unit = self._weight = 1.0
         self._momenta: Mapping[str, Momentum] = {}
         self._runs: dict[int, list[list[tuple[int, int, Momentum]]]] = {}
@@ -116,12 +83,18 @@ class Feedback:
         """Of everything that is remembered."""
         return self._slots.nbytes
 
-    def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
-        return self._part.traffic(numel, dtype, self._warm_up.target)
+    def traffic(self, parcel: Parcel, world: int) -> Traffic:
+        aside = summed_once(sum(stop - start for start, stop in self._loose_of(parcel)) * parcel.dtype.itemsize, world)
+        if aside.nbytes == parcel.nbytes:
+            return aside
+        taken = self._part.traffic(parcel, self._warm_up.target, world)
+        return taken._replace(nbytes=taken.nbytes + aside.nbytes, sent_nbytes=taken.sent_nbytes + aside.sent_nbytes)
 
     # - Around steps
 
-    def lay_out(self, parcels: Sequence[Parcel], world: int, signature: str, flagged: Sequence[str] = ()) -> None:
+    def lay_out(
+        self, parcels: Sequence[Parcel], rank: int, world: int, signature: str, flagged: Sequence[str] = ()
+    ) -> None:
         """For these messages from now on; what is held moves over. The next step sends everything, unless what was
         loaded is of the same `signature`: then it goes on as it would have.
 
@@ -130,7 +103,8 @@ class Feedback:
         self._parcels, self._world, self._signature, self._runs = parcels, world, signature, {}
         self._slots.lay_out(parcels)
         self._slots.need(RESIDUAL)
-        self._part.lay_out(parcels, world)
+        self._loose = [self._loose_of(parcel) for parcel in parcels]
+        self._part.lay_out(parcels, rank, world)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._slots.load(loaded["slots"])
@@ -145,71 +119,110 @@ class Feedback:
             self._momenta, self._runs = dict(momenta), {}
         if any(momentum.factor for momentum in momenta.values()):
             self._slots.need(MOMENTUM)
-        self._part.begin(self._warm_up.density(self._num_steps + 1))
+        self._density = self._warm_up.density(self._num_steps + self._part.chooses_ahead)
+        self._part.begin(self._density, self._num_steps)
+        self._aside, self._overflown = {}, []
 
     def close(self) -> Conversation:
-        if MOMENTUM in self._slots.kinds:
-            yield from self._let_rest(self._unused())
-        yield from self._part.close()
+        """One question for everything that ranks have to tell each other beside messages."""
+        flags = [parcel.flags for parcel in self._parcels if parcel.flags is not None]
+        aside = [self._aside[number] for number in sorted(self._aside)]
+        told = [*aside, *flags, *self._part.tells()]
+        if any(tensor.numel() for tensor in told):
+            dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in aside) else torch.float32
+            device = next(parcel.values[0].device for parcel in self._parcels if parcel.values)
+            packed = torch.cat([tensor.to(device, dtype) for tensor in told])
+            yield Sum([packed])
+            for tensor, summed_up in zip(told, torch.split(packed, [len(tensor) for tensor in told]), strict=True):
+                tensor.copy_(summed_up)
+        for parcel in (self._parcels[number] for number in self._aside):
+            self._put_in(parcel, self._aside[parcel.number])
+        self._finite = self._part.learns() and not self._overflown
+        if flags and MOMENTUM in self._slots.kinds:
+            self._let_rest({name for name, used in zip(self._flagged, flags[0].tolist(), strict=False) if not used})
 
-    def _unused(self) -> set[str]:
-        """Tensors that no rank has used in this step: known when messages have been carried."""
-        flags = next((parcel.flags for parcel in self._parcels if parcel.flags is not None), None)
-        if flags is None:
-            return set()
-        return {name for name, used in zip(self._flagged, flags.tolist(), strict=False) if not used}
-
-    def _let_rest(self, unused: set[str]) -> Conversation:
-        """An optimizer leaves alone what has no gradient. So do velocities: they stay, and what was sent of such
-        tensors is sent anew without them."""
-        moving = {name for name in unused if self._momenta.get(name, Momentum()).factor}
-        for parcel in self._parcels if moving else ():
-            places = [(number, slice(*bounds)) for name, number, *bounds in _places(parcel) if name in moving]
-            if not places:
-                continue
-            waits = [torch.ones_like(values, dtype=torch.bool) for values in parcel.values]
-            self._part.clear_sent(parcel, waits)
-            residuals, totals = self._slots.now(RESIDUAL, parcel), self._slots.proposed(RESIDUAL, parcel)
-            velocities, proposed = self._slots.now(MOMENTUM, parcel), self._slots.proposed(MOMENTUM, parcel)
-            for number, here in places:
-                proposed[number][here] = velocities[number][here]
-                totals[number][here] = residuals[number][here] * waits[number][here]
-            sent = [~waits[number][here] for number, here in places]
-            waiting = [residuals[number][here] for number, here in places]
-            again = torch.cat([values[picked] for values, picked in zip(waiting, sent, strict=True)])
-            if len(again):
-                yield Sum([again])
-            sums = torch.split(again * self._unit, [int(picked.sum()) for picked in sent])
-            for (number, here), picked, summed_up in zip(places, sent, sums, strict=True):
-                parcel.values[number][here][picked] = summed_up.to(parcel.values[number].dtype)
+    def _let_rest(self, unused: set[str]) -> None:
+        """An optimizer leaves alone what has no gradient on any rank. So do velocities; and as what was sent of such
+        tensors holds some, it has not been sent."""
+        resting = {name for name in unused if self._momenta.get(name, Momentum()).factor}
+        for parcel in self._parcels if resting else ():
+            places = zip(_places(parcel), pieces(parcel), strict=True)
+            for (name, number, *bounds), (_, _, _, start, stop) in places:
+                if name in resting:
+                    parcel.values[number][slice(*bounds)] = 0.0
+                    for kind in (RESIDUAL, MOMENTUM):
+                        self._slots.proposed(kind, parcel)[start:stop] = self._slots.now(kind, parcel)[start:stop]
 
     def settle(self) -> bool:
         """All conversations of the step have ended: whether it counts, as all ranks find alike."""
-        if self._part.finite:
+        if self._finite:
             self._slots.commit()
             self._part.commit()
             self._num_steps += 1
-        return self._part.finite
+        return self._finite
 
     # - A message
 
     def converse(self, parcel: Parcel) -> Conversation:
-        totals = self._slots.proposed(RESIDUAL, parcel)
+        total, loose = self._slots.proposed(RESIDUAL, parcel), self._loose[parcel.number]
         if self._local_clip:
             self._clip(parcel)
-        self._accumulate(parcel, totals)
-        yield from self._part.send(parcel, totals, self._unit)
-        if self._masks and MOMENTUM in self._slots.kinds:
-            self._part.clear_sent(parcel, self._slots.proposed(MOMENTUM, parcel))
+        self._accumulate(parcel, total)
+        if self._goes_whole(parcel):
+            yield from self._send_whole(parcel, total)
+        else:
+            if loose:
+                self._aside[parcel.number] = torch.cat([total[start:stop] for start, stop in loose])
+                for start, stop in loose:
+                    total[start:stop] = 0.0
+            if sum(stop - start for start, stop in loose) < len(total):
+                yield from self._part.send(parcel, total, self._unit)
+                if self._masks and MOMENTUM in self._slots.kinds:
+                    self._part.clear_sent(parcel, self._slots.proposed(MOMENTUM, parcel))
+            for start, stop in [(0, len(total))] if self._part.forgets else loose:
+                total[start:stop] = 0.0
+        if parcel.dtype.itemsize < total.itemsize and not all(
+            bool(values.isfinite().all()) for values in parcel.values
+        ):
+            self._overflown.append(parcel.number)
 
-    def _accumulate(self, parcel: Parcel, totals: Sequence[torch.Tensor]) -> None:
+    def _goes_whole(self, parcel: Parcel) -> bool:
+        return self._density >= 1 and not self._part.sends_all
+
+    def _send_whole(self, parcel: Parcel, total: torch.Tensor) -> Conversation:
+        """As it is; what the precision of gradients takes away is left over."""
+        for values, part in zip(parcel.values, ranges(parcel, total), strict=True):
+            values.copy_(part if self._unit == 1.0 else part * self._unit)
+            part.sub_(values, alpha=1.0 / self._unit)
+        yield Sum(parcel.values)
+
+    def _loose_of(self, parcel: Parcel) -> list[tuple[int, int]]:
+        """Where in the message tensors lie that the part does not take."""
+        found: list[tuple[int, int]] = []
+        for _, shape, _, start, stop in pieces(parcel):
+            if not self._part.takes(shape):
+                joins = found and found[-1][1] == start
+                found.append((found.pop()[0] if joins else start, stop))
+        return found
+
+    def _put_in(self, parcel: Parcel, aside: torch.Tensor) -> None:
+        """Sums of what the part does not take, into their places."""
+        loose, offset = self._loose[parcel.number], 0
+        for first, values in _starts(parcel):
+            for start, stop in loose:
+                low, high = max(start, first), min(stop, first + len(values))
+                if low < high:
+                    values[low - first : high - first] = aside[offset : offset + high - low] * self._unit
+                    offset += high - low
+
+    def _accumulate(self, parcel: Parcel, total: torch.Tensor) -> None:
         """Move gradients to what was left over, block by block, each of which is read from memory once."""
-        residuals = self._slots.now(RESIDUAL, parcel)
-        kinds = [parcel.values, totals, residuals]
+        remembered = [total, self._slots.now(RESIDUAL, parcel)]
         if MOMENTUM in self._slots.kinds:
-            kinds += [self._slots.now(MOMENTUM, parcel), self._slots.proposed(MOMENTUM, parcel)]
+            remembered += [self._slots.now(MOMENTUM, parcel), self._slots.proposed(MOMENTUM, parcel)]
+        kinds = [parcel.values, *(ranges(parcel, values) for values in remembered)]
         sizes = [self._part.blocks(parcel, number) for number in range(len(parcel.values))]
-        scratch = totals[0].new_empty(max(map(max, sizes)))
+        scratch = total.new_empty(max(map(max, sizes)))
         for number, (operands, runs) in enumerate(zip(zip(*kinds, strict=True), self._runs_of(parcel), strict=True)):
             alike = len(runs) == 1
             for first, last, momentum in runs if not alike else ():
@@ -218,10 +231,10 @@ class Feedback:
             for block in zip(*(torch.split(operand, sizes[number]) for operand in operands), strict=True):
                 if alike:
                     self._add(runs[0][2], *block)
-                gradient, total, *_ = block
-                self._part.see(parcel, number, start, total, scratch)
+                gradient, there, *_ = block
+                self._part.see(parcel, number, start, there, scratch)
                 gradient.zero_()
-                start += total.numel()
+                start += there.numel()
 
     def _add(
         self,
@@ -297,6 +310,14 @@ class Feedback:
     def take_over(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """What has been remembered elsewhere until now, by parameter name."""
         self._slots.load({kind: {name: values.reshape(-1) for name, values in tensors.items()}})
+
+
+def _starts(parcel: Parcel) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parcel's ranges, and where in the message each of them begins."""
+    start = 0
+    for values in parcel.values:
+        yield start, values
+        start += values.numel()
 
 
 def _places(parcel: Parcel) -> Iterator[tuple[str, int, int, int]]:

@@ -46,13 +46,13 @@ class Slots:
             self._now[kind] = [_zeros(parcel) for parcel in self._parcels]
             self._proposed[kind] = [torch.empty_like(values) for values in self._now[kind]]
 
-    def now(self, kind: str, parcel: Parcel) -> list[torch.Tensor]:
-        """What holds for the parcel's ranges."""
-        return _like_ranges(self._now[kind][parcel.number], parcel)
+    def now(self, kind: str, parcel: Parcel) -> torch.Tensor:
+        """What holds for the parcel, its ranges one after another."""
+        return self._now[kind][parcel.number]
 
-    def proposed(self, kind: str, parcel: Parcel) -> list[torch.Tensor]:
-        """What is to hold for them from the next step on: to be written, all of it, in every step."""
-        return _like_ranges(self._proposed[kind][parcel.number], parcel)
+    def proposed(self, kind: str, parcel: Parcel) -> torch.Tensor:
+        """What is to hold for it from the next step on: to be written, all of it, in every step."""
+        return self._proposed[kind][parcel.number]
 
     def commit(self) -> None:
         self._now, self._proposed = self._proposed, self._now
@@ -112,7 +112,3 @@ def _zeros(parcel: Parcel) -> torch.Tensor:
     first = parcel.values[0]
     dtype = first.dtype if first.dtype.itemsize >= torch.float32.itemsize else torch.float32
     return torch.zeros(parcel.message.numel, dtype=dtype, device=first.device)
-
-
-def _like_ranges(values: torch.Tensor, parcel: Parcel) -> list[torch.Tensor]:
-    return list(torch.split(values, [part.numel() for part in parcel.values])) if parcel.values else []

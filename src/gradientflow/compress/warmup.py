@@ -22,8 +22,10 @@ class WarmUp(NamedTuple):
 
     target: float
     num_steps: int
+    #: 1: all of them are dense.
+    stages: int = STAGES
 
     def density(self, step: int) -> float:
         if step >= self.num_steps:
             return self.target
-        return float(self.target ** (STAGES * step // self.num_steps / STAGES))
+        return float(self.target ** (self.stages * step // self.num_steps / self.stages))

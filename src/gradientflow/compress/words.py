@@ -1,74 +1,168 @@
-"""What may be written after the colon of a codec that sends a part: `csc:10%:warmup=100:masking`."""
+"""Codecs that send a part, by name, and what may be written after their colon: `csc:10%:warmup=100:masking`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from gradientflow.compress.cast import Cast
 from gradientflow.compress.csc import Csc
 from gradientflow.compress.feedback import Feedback
-from gradientflow.compress.warmup import WarmUp
+from gradientflow.compress.lowrank import PowerSgd
+from gradientflow.compress.part import Part
+from gradientflow.compress.quantize import Int8, Qsgd, Quantized, Sign
+from gradientflow.compress.sparsify import GTopK, RandomK, Threshold, TopK
+from gradientflow.compress.warmup import STAGES, WarmUp
 from gradientflow.errors import RecipeError
 
-DENSITY = 0.1
 WARM_UP_STEPS = 100
 
 
-@dataclass
+@dataclass(frozen=True)
 class Words:
-    """
-    >>> Words.read("csc", "5%:warmup=20:masking")
-    Words(density=0.05, warmup=20, chunk=0, clip=0.0, masking=True, uncorrected=False)
-    """
+    """What a codec is told."""
 
-    density: float = DENSITY
+    #: Share of elements.
+    density: float = 0.5
+    threshold: float = 0.0
+    bits: int = 8
+    rank: int = 0
     #: Steps.
-    warmup: int = WARM_UP_STEPS
+    warmup: int = 0
     #: Elements; 0: by the size of the pool.
     chunk: int = 0
     #: Of each tensor's gradient on one rank, before anything is added up; 0: none.
     clip: float = 0.0
+    #: Whether momentum is kept here, not by the optimizer.
+    corrected: bool = False
     #: Clear momentum where something was sent.
     masking: bool = False
-    #: Leave momentum to the optimizer.
-    uncorrected: bool = False
+    #: Choose by a threshold that a sample suggests.
+    sampled: bool = False
 
-    @classmethod
-    def read(cls, name: str, argument: str) -> Words:
-        found = cls()
+
+#: How a value is read, and what is wrong with it if that fails or it is not within bounds.
+_VALUES: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]] = {
+    "density": (float, lambda value: 0 < value <= 1, "a share of gradients above 0 and up to 1, such as 0.1 or 10%"),
+    "threshold": (float, lambda value: 0 < value < math.inf, "a magnitude above 0, such as 0.001"),
+    "bits": (int, lambda value: value in (2, 4, 8), "2, 4 or 8 bits"),
+    "rank": (int, lambda value: 1 <= value <= 1024, "a rank from 1 to 1024"),
+    "warmup": (int, lambda value: value >= 0, "warmup=STEPS"),
+    "chunk": (int, lambda value: value >= 0, "chunk=ELEMENTS"),
+    "clip": (float, lambda value: 0 <= value < math.inf, "clip=NORM"),
+}
+_FLAGS = {
+    "masking": {"masking": True},
+    "corrected": {"corrected": True},
+    "uncorrected": {"corrected": False},
+    "sampled": {"sampled": True},
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A codec: what it is made of, what it takes beside a number, and what holds unless it is told otherwise."""
+
+    make: Callable[[Words, Cast | None], Part]
+    default: Words
+    #: What a number alone is.
+    number: str
+    takes: tuple[str, ...]
+    #: Steps of warm-up are all dense, not of rising density.
+    abrupt: bool = False
+    #: Whether values may travel in half precision.
+    narrows: bool = False
+
+    def read(self, name: str, argument: str) -> Words:
+        found = self.default
         for word in argument.split(":") if argument else ():
             key, equals, value = word.partition("=")
-            try:
-                if not equals and key in ("masking", "uncorrected"):
-                    setattr(found, key, True)
-                elif not equals:
-                    found.density = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
-                elif key in ("warmup", "chunk"):
-                    setattr(found, key, int(value))
-                elif key == "clip":
-                    found.clip = float(value)
-                else:
-                    raise ValueError
-            except ValueError:
-                raise RecipeError(
-                    f"+{name} cannot read {word!r}: it takes a density such as 0.1 or 10%, warmup=STEPS, "
-                    "chunk=ELEMENTS, clip=NORM, masking, uncorrected; with colons between them"
-                ) from None
-        if not 0 < found.density <= 1:
-            raise RecipeError(f"+{name} sends a share of gradients above 0 and up to 1, found {found.density:g}")
-        if found.warmup < 0 or found.chunk < 0 or not 0 <= found.clip < float("inf"):
-            raise RecipeError(f"+{name}: warmup, chunk and clip are not below 0, found {argument!r}")
-        if found.masking and found.uncorrected:
+            if not equals and key in self.takes and key in _FLAGS:
+                found = replace(found, **_FLAGS[key])
+            elif equals and key in self.takes and key in _VALUES:
+                found = replace(found, **{key: _number(name, key, value)})  # type: ignore[arg-type]
+            elif not equals and self.number:
+                found = replace(found, **{self.number: _number(name, self.number, word)})  # type: ignore[arg-type]
+            else:
+                raise RecipeError(f"+{name} cannot read {word!r}: it takes {self._usage()}")
+        if found.masking and not found.corrected:
             raise RecipeError(f"+{name}: masking clears momentum that uncorrected does not keep; use one of them")
         return found
 
+    def _usage(self) -> str:
+        words = [_VALUES[self.number][2]] if self.number else []
+        words += [_VALUES[word][2] if word in _VALUES else word for word in self.takes]
+        return f"{', '.join(words)}; with colons between them"
 
-def csc(argument: str, wire: Cast | None) -> Feedback:
-    words = Words.read("csc", argument)
+
+def _number(name: str, key: str, text: str) -> float:
+    read, is_good, wanted = _VALUES[key]
+    try:
+        value = float(text.removesuffix("%")) / 100 if text.endswith("%") else read(text)
+    except ValueError:
+        raise RecipeError(f"+{name} cannot read {text!r}: it takes {wanted}") from None
+    if not is_good(value):
+        raise RecipeError(f"+{name} takes {wanted}, found {text!r}")
+    return value
+
+
+_SPARSE = ("warmup", "clip", "masking", "uncorrected")
+_WHOLE = ("warmup", "corrected")
+
+KINDS: dict[str, Kind] = {
+    "csc": Kind(
+        lambda words, wire: Csc(wire, words.chunk),
+        Words(density=0.1, warmup=WARM_UP_STEPS, corrected=True),
+        "density",
+        (*_SPARSE, "chunk"),
+        narrows=True,
+    ),
+    "topk": Kind(
+        lambda words, _: TopK(words.sampled),
+        Words(density=0.01, warmup=WARM_UP_STEPS, corrected=True),
+        "density",
+        (*_SPARSE, "sampled"),
+    ),
+    "dgc": Kind(
+        lambda words, _: TopK(sampled=True),
+        Words(density=0.001, warmup=WARM_UP_STEPS, corrected=True, masking=True),
+        "density",
+        ("warmup", "clip"),
+    ),
+    "gtopk": Kind(
+        lambda words, _: GTopK(), Words(density=0.001, warmup=WARM_UP_STEPS, corrected=True), "density", _SPARSE
+    ),
+    "randomk": Kind(
+        lambda words, _: RandomK(), Words(density=0.1, warmup=WARM_UP_STEPS, corrected=True), "density", _SPARSE
+    ),
+    "threshold": Kind(
+        lambda words, _: Threshold(words.threshold),
+        Words(threshold=0.001, warmup=WARM_UP_STEPS, corrected=True),
+        "threshold",
+        _SPARSE,
+        abrupt=True,
+    ),
+    "int8": Kind(lambda words, _: Quantized(Int8()), Words(), "", _WHOLE, abrupt=True),
+    "qsgd": Kind(lambda words, _: Quantized(Qsgd(words.bits), forgets=True), Words(), "bits", _WHOLE, abrupt=True),
+    "efsign": Kind(lambda words, _: Quantized(Sign()), Words(warmup=WARM_UP_STEPS), "", _WHOLE, abrupt=True),
+    "signsgd": Kind(lambda words, _: Quantized(Sign(vote=True), forgets=True), Words(), "", _WHOLE, abrupt=True),
+    "powersgd": Kind(
+        lambda words, _: PowerSgd(words.rank), Words(rank=2, warmup=WARM_UP_STEPS), "rank", _WHOLE, abrupt=True
+    ),
+}
+
+
+def part(name: str, argument: str = "", wire: Cast | None = None) -> Feedback:
+    """A new codec, as a recipe names it."""
+    kind = KINDS[name]
+    words = kind.read(name, argument)
+    if wire is not None and not kind.narrows:
+        raise RecipeError(f"+{name} says itself how its values travel: leave the other precision out")
     return Feedback(
-        Csc(wire, words.chunk),
-        WarmUp(words.density, words.warmup),
-        corrects=not words.uncorrected,
+        kind.make(words, wire),
+        WarmUp(words.density, words.warmup, stages=1 if kind.abrupt else STAGES),
+        corrects=words.corrected,
         masks=words.masking,
         local_clip=words.clip,
     )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradientflow.compress import Answer, Gather, Question
+from gradientflow.compress import Answer, Gather, Question, Sum, Swap
 from gradientflow.errors import DeadlineError, DisagreementError, TrainingError, UsageError
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, store_beside
@@ -146,13 +146,19 @@ class Exchange:
         it is queued on the current stream). `number` and `detail` say which exchange this is part of; patterns are for
         sums."""
         if self.world == 1:
-            return [question.tensor] if isinstance(question, Gather) else None
+            return _alone(question)
         self.health.enter("gradients", number, detail)
         try:
             if isinstance(question, Gather):
                 into = question.tensor.new_empty((self.world, question.tensor.numel()))
                 self._wait(self._sums.all_gather(into, question.tensor, lane))
                 return into.unbind()
+            if isinstance(question, Swap):
+                sizes = list(question.incoming)
+                outgoing = torch.cat([tensor.view(-1) for tensor in question.outgoing])
+                arrived = outgoing.new_empty(sum(sizes))
+                self._wait(self._sums.all_to_all(arrived, outgoing, sizes, [len(t) for t in question.outgoing], lane))
+                return torch.split(arrived, sizes)
             if pattern == NATIVE:
                 for pending in [self._sums.all_reduce(tensor, lane) for tensor in question.tensors]:
                     self._wait(pending)
@@ -256,6 +262,13 @@ class Exchange:
         if self._abandoned or self.backend == "nccl":
             return TrainingError(f"the group's communication failed ({words})")
         return self.health.find_culprit(words)
+
+
+def _alone(question: Question) -> Answer:
+    """In a world of one."""
+    if isinstance(question, Sum):
+        return None
+    return [question.tensor] if isinstance(question, Gather) else question.outgoing
 
 
 def _default_lanes(backend: str) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import os
 import sys
@@ -119,6 +120,23 @@ class Mpi:
         own, everyone = (self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes) for x in (values, into))
         try:
             request = self._lanes[lane].Iallgather([own, self._mpi.BYTE], [everyone, values.nbytes, self._mpi.BYTE])
+        except self._mpi.Exception as error:
+            raise ConnectionError(_words(error)) from error
+        return _Begun(request, (values, into), self._mpi.Exception)
+
+    def all_to_all(
+        self, into: torch.Tensor, values: torch.Tensor, into_sizes: list[int], sizes: list[int], lane: int
+    ) -> Pending:
+        """Of `values`, rank by rank so many, each its part; `into` holds theirs."""
+        assert values.is_contiguous() and into.is_contiguous()
+
+        def spread(tensor: torch.Tensor, counts: list[int]) -> list[Any]:
+            memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+            nbytes = [count * tensor.itemsize for count in counts]
+            return [memory, nbytes, list(itertools.accumulate(nbytes[:-1], initial=0)), self._mpi.BYTE]
+
+        try:
+            request = self._lanes[lane].Ialltoallv(spread(values, sizes), spread(into, into_sizes))
         except self._mpi.Exception as error:
             raise ConnectionError(_words(error)) from error
         return _Begun(request, (values, into), self._mpi.Exception)

@@ -43,6 +43,12 @@ class Groups:
         """`values` of every rank into the rows of `into`."""
         return _Operation(self._groups[1 + lane].allgather([list(into.unbind())], [values]))
 
+    def all_to_all(
+        self, into: torch.Tensor, values: torch.Tensor, into_sizes: list[int], sizes: list[int], lane: int
+    ) -> Pending:
+        """Of `values`, rank by rank so many, each its part; `into` holds theirs."""
+        return _Operation(self._groups[1 + lane].alltoall_base(into, values, into_sizes, sizes))
+
     def broadcast(self, values: torch.Tensor, source: int) -> Pending:
         return _Operation(self._groups[0].broadcast(values, source))
 

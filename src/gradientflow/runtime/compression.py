@@ -66,7 +66,7 @@ class Compression:
         """views: of gradients, in the pool."""
         self._views = views
         self._rank, self._world = exchange.rank, exchange.world
-        self._codec.lay_out(parcels, exchange.world, plan.digest, plan.layout)
+        self._codec.lay_out(parcels, exchange.rank, exchange.world, plan.digest, plan.layout)
 
     def closing(self) -> Conversation:
         """What ranks ask each other when all messages of a step have been carried."""

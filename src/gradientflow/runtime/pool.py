@@ -96,7 +96,8 @@ class Pool:
     def parcel(self, index: int, message: Message, flags_apart: bool) -> Parcel:
         """Message `index` of the plan as a codec gets it."""
         flags = self.presence if flags_apart and index == self.carrier else None
-        return Parcel(index, message, self.ranges(index, message, with_presence=flags is None), flags)
+        shapes = [_extents(self.views[piece.tensor]) for piece in message.slices]
+        return Parcel(index, message, self.ranges(index, message, with_presence=flags is None), shapes, flags)
 
     def ranges(self, index: int, message: Message, with_presence: bool = True) -> list[torch.Tensor]:
         """Message `index` of the plan as flat ranges, neighbours joined."""
@@ -176,6 +177,12 @@ def _last_to_be_ready(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> int
         if filled and any(piece.tensor == filled[-1] for piece in message.slices)
     )
     return next(holding, len(plan.messages) - 1)
+
+
+def _extents(view: torch.Tensor) -> tuple[int, ...]:
+    """In the order in which they lie in memory."""
+    order = sorted(range(view.dim()), key=view.stride, reverse=True)
+    return tuple(view.shape[dim] for dim in order)
 
 
 def _fills_a_range(parameter: torch.Tensor) -> bool:

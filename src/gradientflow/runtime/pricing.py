@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from gradientflow.compress import Codec, Sum
+from gradientflow.compress import EXACT, Codec, Sum, imagined
 from gradientflow.cost.table import Best, Cost, CostTable, Encoded, Steps
 from gradientflow.exchange import Exchange
 from gradientflow.patterns import HALVES
@@ -28,8 +28,9 @@ def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: i
 
     by_size: messages may go by any of the exchange's patterns, else all by the same."""
     buffer = torch.zeros(SIZES[-1] // 4, device=device)
-    traffic = codec.traffic(buffer.numel(), buffer.dtype)
-    fraction = traffic.nbytes / buffer.nbytes
+    dense = imagined([(1024, buffer.numel() // 1024)], buffer.dtype)
+    traffic = codec.traffic(dense, exchange.world)
+    fraction = traffic.sent_nbytes / max(1, EXACT.traffic(dense, exchange.world).sent_nbytes)
     compute_s_per_byte = traffic.touched_nbytes / buffer.nbytes * _touch_s_per_byte(buffer)
     if not by_size:
         pattern = next(iter(exchange.patterns), NATIVE)

@@ -145,8 +145,8 @@ class Pump:
         largest = [0] * len(self._lanes)
         patterns = [self._parts[message].pattern for message in range(len(self._parcels))]
         for lane, parcel, pattern in zip(self._lane_of, self._parcels, patterns, strict=True):
-            if values := parcel.values:
-                traffic = self._codec.traffic(sum(part.numel() for part in values), values[0].dtype)
+            if parcel.values:
+                traffic = self._codec.traffic(parcel, self._exchange.world)
                 beside = self._exchange.scratch_nbytes(pattern, traffic.nbytes)
                 largest[lane] = max(largest[lane], traffic.scratch_nbytes + beside)
         return sum(largest)

@@ -1,0 +1,202 @@
+"""Low rank: of each matrix, its projection onto a few directions travels (PowerSGD, Vogels et al. 2019).
+
+One step of power iteration, begun where the last one ended: P = M Q, summed over ranks and orthonormalised, then
+Q = M^T P, summed; the result is P Q^T. All matrices of a message share the two sums. Since P is the same on all ranks,
+what a rank has sent of its own M is P P^T M, and the rest is left over; the paper leaves over M less the mean result,
+which adds up to the same and is larger on each rank.
+
+A message may hold some rows of a matrix: then these are a matrix of their own, and rows that are cut are sent whole.
+
+All ranks compute P Q^T from the same numbers, and get the same bits if they compute alike: with the same library on the
+same kind of processor and as many threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import normalize
+
+from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_nbytes
+from gradientflow.compress.part import Plain, pieces, write_out
+
+#: A matrix is taken if its factors are smaller by this factor at least.
+MIN_GAIN = 2.0
+#: Matrices up to this size are multiplied in batches of one shape, which copies them; larger ones one by one.
+BATCHED_NUMEL = 64 * 1024
+
+
+class _Matrix(NamedTuple):
+    """Where in the message, and its shape."""
+
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+
+class _Batch(NamedTuple):
+    """Matrices of one shape, and where their factors lie among those of the message."""
+
+    matrices: list[_Matrix]
+    p_start: int
+    q_start: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrices[0].rows, self.matrices[0].columns
+
+    def gathered(self, flat: torch.Tensor) -> torch.Tensor:
+        if len(self.matrices) == 1:
+            return self.matrices[0].of(flat).unsqueeze(0)
+        return torch.stack([matrix.of(flat) for matrix in self.matrices])
+
+
+class _Layout(NamedTuple):
+    """Of one message."""
+
+    batches: list[_Batch]
+    loose: list[tuple[int, int]]  # cut rows
+    p_numel: int
+    q_numel: int
+
+
+def orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    """The same space's orthonormal basis, for each of a batch; where columns depend on each other or are zero, any
+    directions beside those that they span."""
+    basis: torch.Tensor = torch.linalg.qr(columns)[0]
+    return basis
+
+
+class PowerSgd(Plain):
+    """A `Part`: `rank` directions of each matrix."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._directions = rank
+        self._layouts: list[_Layout] = []
+        self._q: list[torch.Tensor] = []  # by message, where the next step begins
+        self._next: dict[int, torch.Tensor] = {}
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        if not super().takes(shape) or not math.prod(shape):
+            return False
+        rows, columns = shape[0], math.prod(shape[1:])
+        return MIN_GAIN * self._directions * (rows + columns) <= rows * columns
+
+    def lay_out(self, parcels: Sequence[Parcel], rank: int, world: int) -> None:
+        super().lay_out(parcels, rank, world)
+        self._layouts = [self._layout(parcel) for parcel in parcels]
+        self._next = {}
+        self._q = []
+        for parcel, layout in zip(parcels, self._layouts, strict=True):
+            generator = torch.Generator().manual_seed(parcel.number)
+            first = torch.randn(layout.q_numel, generator=generator)
+            self._q.append(first.to(parcel.values[0].device, _dtype(parcel)) if parcel.values else first)
+
+    def _layout(self, parcel: Parcel) -> _Layout:
+        shapes: dict[tuple[int, int], list[list[_Matrix]]] = {}
+        loose: list[tuple[int, int]] = []
+        for _, shape, begin, start, stop in pieces(parcel):
+            if not self.takes(shape):
+                continue
+            columns = math.prod(shape[1:])
+            head = min(-begin % columns, stop - start)
+            rows = (stop - start - head) // columns
+            if rows and MIN_GAIN * self._directions * (rows + columns) > rows * columns:
+                head, rows = stop - start, 0
+            end = start + head + rows * columns
+            loose += [(low, high) for low, high in ((start, start + head), (end, stop)) if low < high]
+            if rows:
+                batches = shapes.setdefault((rows, columns), [])
+                if not batches or rows * columns > BATCHED_NUMEL:
+                    batches.append([])
+                batches[-1].append(_Matrix(start + head, rows, columns))
+        found, p_numel, q_numel = [], 0, 0
+        for (rows, columns), batches in shapes.items():
+            for matrices in batches:
+                found.append(_Batch(matrices, p_numel, q_numel))
+                p_numel += len(matrices) * rows * self._directions
+                q_numel += len(matrices) * columns * self._directions
+        return _Layout(found, loose, p_numel, q_numel)
+
+    def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
+        layout, before = self._layouts[parcel.number], self._q[parcel.number]
+        # Cut rows travel behind the first factors.
+        num_loose = sum(stop - start for start, stop in layout.loose)
+        ps = total.new_empty(layout.p_numel + num_loose)
+        if num_loose:
+            ps[layout.p_numel :] = torch.cat([total[start:stop] for start, stop in layout.loose])
+        gathered = [batch.gathered(total) for batch in layout.batches]
+        for batch, matrices in zip(layout.batches, gathered, strict=True):
+            torch.matmul(matrices, self._q_of(batch, before), out=self._p_of(batch, ps))
+        yield Sum([ps])
+        qs = torch.empty_like(before)
+        for batch, matrices in zip(layout.batches, gathered, strict=True):
+            p = self._p_of(batch, ps)
+            p.copy_(orthonormal(p))
+            torch.matmul(matrices.transpose(1, 2), p, out=self._q_of(batch, qs))
+            own = self._q_of(batch, qs)
+            for matrix, left, right in zip(batch.matrices, p, own, strict=True):
+                matrix.of(total).addmm_(left, right.T, alpha=-1.0)
+        yield Sum([qs])
+        in_place = len(parcel.values) == 1 and parcel.dtype == total.dtype
+        result = parcel.values[0] if in_place else torch.zeros_like(total)
+        for batch in layout.batches:
+            for matrix, left, right in zip(batch.matrices, self._p_of(batch, ps), self._q_of(batch, qs), strict=True):
+                torch.matmul(left, right.T, out=matrix.of(result))
+        offset = layout.p_numel
+        for start, stop in layout.loose:
+            result[start:stop] = ps[offset : offset + stop - start]
+            total[start:stop] = 0.0
+            offset += stop - start
+        self._next[parcel.number] = torch.empty_like(qs)
+        for batch in layout.batches:  # the length of gradients is nothing to go on with
+            self._q_of(batch, self._next[parcel.number]).copy_(normalize(self._q_of(batch, qs), dim=1))
+        if not in_place:
+            write_out(parcel, result, unit)
+        elif unit != 1.0:
+            result.mul_(unit)
+
+    def commit(self) -> None:
+        for number, qs in self._next.items():
+            self._q[number] = qs
+        self._next = {}
+
+    def begin(self, density: float, step: int) -> None:
+        super().begin(density, step)
+        self._next = {}
+
+    def traffic(self, parcel: Parcel, density: float, world: int) -> Traffic:
+        layout = self._layout(parcel)
+        itemsize = _dtype(parcel).itemsize
+        loose = sum(stop - start for start, stop in layout.loose)
+        nbytes = itemsize * (layout.p_numel + layout.q_numel + loose)
+        return Traffic(2, nbytes, 2 * nbytes, 8 * parcel.nbytes, summed_nbytes(nbytes, world))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"q": [qs.clone() for qs in self._q]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if [len(qs) for qs in state["q"]] == [len(qs) for qs in self._q]:
+            self._q = [loaded.to(qs, copy=True) for loaded, qs in zip(state["q"], self._q, strict=True)]
+
+    def _p_of(self, batch: _Batch, ps: torch.Tensor) -> torch.Tensor:
+        return self._factor(batch, ps, batch.p_start, batch.shape[0])
+
+    def _q_of(self, batch: _Batch, qs: torch.Tensor) -> torch.Tensor:
+        return self._factor(batch, qs, batch.q_start, batch.shape[1])
+
+    def _factor(self, batch: _Batch, flat: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        count = len(batch.matrices)
+        return flat[start : start + count * length * self._directions].view(count, length, self._directions)
+
+
+def _dtype(parcel: Parcel) -> torch.dtype:
+    """In which it is remembered."""
+    return parcel.dtype if parcel.dtype.itemsize >= torch.float32.itemsize else torch.float32
