@@ -81,7 +81,7 @@ def test_sending_everything_is_dense_training(world: int, kind: str) -> None:
         assert difference < 1e-10
 
 
-def law(recipe: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], int, float]:
+def law(recipe: str, dtype: torch.dtype, steps: int = STEPS) -> tuple[torch.Tensor, list[int], int, float]:
     """Weights; bytes of each step; and by how much what was applied and what is left over differ from what was
     given."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -90,7 +90,7 @@ def law(recipe: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], int, 
     flow = gf.attach(model, optimizer, recipe)
     names = [name for name, _ in model.named_parameters()]
     given = {name: torch.zeros_like(p, dtype=torch.float64).reshape(-1) for name, p in model.named_parameters()}
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, "cnn", rank, step, dtype)
         local = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -104,7 +104,7 @@ def law(recipe: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], int, 
     dist.all_reduce(missing)
     sent = [
         sum(int(span.args["nbytes"]) for span in flow.trace().spans if span.kind == "message" and span.step == step)
-        for step in range(STEPS)
+        for step in range(steps)
     ]
     flow.close()
     return weights(model), sent, sum(p.numel() for p in model.parameters()), float(missing.abs().max())
@@ -129,7 +129,41 @@ def test_what_is_sent_and_left_over_is_what_was_given_and_ranks_are_alike(world:
             assert 0.1 * 8 * numel <= nbytes <= 0.13 * 8 * numel + 4 * 1200 + 8 * 40
 
 
-def spoiled(how: str) -> tuple[bool, bool, int]:
+#: Every other codec, so that much of what it is given waits; the last two forget it.
+CODECS = (
+    "topk:5%:warmup=0",
+    "topk:5%:warmup=0:sampled",
+    "dgc:5%:warmup=0",
+    "gtopk:5%:warmup=0",
+    "randomk:20%:warmup=0",
+    "threshold:0.01:warmup=0",
+    "int8",
+    "efsign:warmup=0",
+    "powersgd:1:warmup=0",
+    "qsgd:4",
+    "signsgd",
+)
+
+
+def laws(schedule: str) -> tuple[list[torch.Tensor], list[float]]:
+    """By codec: weights, and by how much what was applied and what is left over differ from what was given."""
+    found = [law(f"{schedule}+{codec}", torch.float32, steps=6) for codec in CODECS]
+    return [ended for ended, *_ in found], [missing for *_, missing in found]
+
+
+@pytest.mark.parametrize(
+    ("world", "schedule"),
+    [(1, "lazy:60KB"), (2, "lazy:60KB-ring"), (3, "lazy:60KB"), (4, "bytescheduler:50KB"), (5, "lazy:60KB")],
+)
+def test_every_codec_loses_nothing_and_keeps_ranks_alike(world: int, schedule: str) -> None:
+    everyone = run_ranks(world, laws, schedule)
+    for ended, missing in everyone:
+        for codec, ours, first, by_how_much in zip(CODECS, ended, everyone[0][0], missing, strict=True):
+            assert torch.equal(ours, first), f"{codec}: ranks ended with different weights"
+            assert codec in CODECS[-2:] or by_how_much < 1e-5, codec
+
+
+def spoiled(how: str, codec: str = "csc:0.1:warmup=0") -> tuple[bool, bool, int]:
     """Training with one bad step against training without that step."""
     rank = dist.get_rank()
     ends = []
@@ -138,7 +172,7 @@ def spoiled(how: str) -> tuple[bool, bool, int]:
         model = build("cnn", torch.float32, seed=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6, enabled=how == "scaler")
-        flow = gf.attach(model, optimizer, "lazy:60KB+csc:0.1:warmup=0", scaler=scaler if how == "scaler" else None)
+        flow = gf.attach(model, optimizer, f"lazy:60KB+{codec}", scaler=scaler if how == "scaler" else None)
         for step in range(15):
             if step == 7 and bad_step < 0:
                 if how == "scaler":
@@ -165,6 +199,14 @@ def test_an_inf_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(world: int
     for same_weights, same_memory, num_gradients in run_ranks(world, spoiled, how):
         assert same_weights and same_memory
         assert not num_gradients, "optimizer.step() would have used them"
+
+
+def all_spoiled() -> list[tuple[bool, bool, int]]:
+    return [spoiled("scaler" if number % 2 else "plain", codec) for number, codec in enumerate(CODECS)]
+
+
+def test_an_inf_on_one_rank_leaves_no_trace_in_any_codec() -> None:
+    assert run_ranks(2, all_spoiled) == [[(True, True, 0)] * len(CODECS)] * 2
 
 
 def raises_on_inf() -> str:
@@ -237,20 +279,28 @@ class Job:
         }
 
 
-def stops_and_goes_on(recipe: str, kind: str) -> tuple[bool, bool]:
-    whole = Job(recipe, kind=kind)
-    whole.run(range(20))
+def all_stop_and_go_on() -> list[tuple[bool, bool]]:
+    return [stops_and_goes_on(f"lazy:60KB+{codec}", "sgd", steps=9) for codec in CODECS]
+
+
+def test_every_codec_goes_on_from_a_checkpoint_bit_by_bit() -> None:
+    assert run_ranks(2, all_stop_and_go_on) == [[(True, True)] * len(CODECS)] * 2
+
+
+def stops_and_goes_on(recipe: str, kind: str, steps: int = 20) -> tuple[bool, bool]:
+    whole, half = Job(recipe, kind=kind), steps // 2 + 1
+    whole.run(range(steps))
     expected = weights(whole.model)
     whole.flow.close()
     first = Job(recipe, kind=kind)
-    first.run(range(11))
+    first.run(range(half))
     state = first.state()
     first.flow.close()
     second = Job(recipe, state, kind)
-    second.run(range(11, 20))
+    second.run(range(half, steps))
     found = weights(second.model)
     second.flow.close()
-    return torch.equal(found, expected), bool(second.flow.state_dict()["compression"]["codec"]["num_steps"] == 20)
+    return torch.equal(found, expected), bool(second.flow.state_dict()["compression"]["codec"]["num_steps"] == steps)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from test_parity import ONE_BUCKET, STEPS_FOR_BITS, train
 from torch import nn
 
 import gradientflow as gf
-from gradientflow.compress import Gather, Sum
+from gradientflow.compress import Gather, Sum, Swap
 from gradientflow.exchange import Exchange
 from gradientflow.exchange.mpi import _Begun
 from helpers import run_ranks
@@ -89,6 +89,9 @@ def sums() -> None:
             assert torch.equal(ours, sum(shares)), (dtype, numel)
             gathered = exchange.answer(Gather(shares[rank]), lane=1)
             assert all(torch.equal(one, other) for one, other in zip(gathered, shares, strict=True)), (dtype, numel)
+            parts = [shares[rank][: numel * to // world] for to in range(world)]
+            swapped = exchange.answer(Swap(parts, [numel * rank // world] * world), lane=1)
+            assert all(torch.equal(s, t[: numel * rank // world]) for s, t in zip(swapped, shares, strict=True))
             torch.manual_seed(rank)
             exchange.answer(Sum([rounded := torch.randn(numel).to(dtype)]), lane=0)
             everybodys: list[Any] = [None] * world

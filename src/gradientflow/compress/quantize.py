@@ -54,8 +54,8 @@ class Int8:
     block, bits = INT8_BLOCK, 8
 
     def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
-        low, high = torch.aminmax(rows, dim=1)
-        torch.maximum(high, low.neg_(), out=scales).div_(127.0)
+        # torch.aminmax takes three times as long as these two, a norm four times.
+        scales.copy_(rows.abs().amax(dim=1)).div_(127.0)
         rows.mul_(torch.where(scales > 0, 1.0 / scales, 0.0).unsqueeze(1)).round_()
         codes.view(torch.int8).copy_(rows)
 
@@ -74,7 +74,7 @@ class Qsgd:
         self.levels = 2 ** (bits - 1) - 1
 
     def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
-        scales.copy_(torch.linalg.vector_norm(rows, dim=1))
+        scales.copy_(rows.square().sum(dim=1).sqrt_())
         rows.mul_(torch.where(scales > 0, self.levels / scales, 0.0).unsqueeze(1))
         rows.add_(draw(rows)).floor_()
         # An element is at most the norm, but for rounding.
@@ -105,7 +105,7 @@ class Sign:
         self._vote = vote
 
     def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
-        codes.copy_(_packed(rows >= 0))
+        codes.copy_(_packed_signs(rows))
         if self._vote:
             scales.fill_(1.0)
             return
@@ -116,12 +116,12 @@ class Sign:
         torch.mul(_unpacked(codes), (2.0 * scales).unsqueeze(1), out=rows).sub_(scales.unsqueeze(1))
 
 
-def _packed(bits: torch.Tensor) -> torch.Tensor:
-    """Eight in a byte, the first in its lowest bit."""
-    if bits.device.type == "cpu":
-        return torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little"))
-    weights = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
-    return (bits.view(len(bits), -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)
+def _packed_signs(rows: torch.Tensor) -> torch.Tensor:
+    """Eight in a byte, the first in its lowest bit: 1 unless it is below 0."""
+    if rows.device.type == "cpu":  # numpy compares in a third of torch's time
+        return torch.from_numpy(np.packbits(rows.numpy() >= 0, axis=-1, bitorder="little"))
+    weights = 2 ** torch.arange(8, device=rows.device, dtype=torch.uint8)
+    return ((rows >= 0).view(len(rows), -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)
 
 
 def _unpacked(codes: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from gradientflow.compress.codec import (
@@ -23,7 +24,7 @@ from gradientflow.compress.codec import (
     gathered_nbytes,
     summed_nbytes,
 )
-from gradientflow.compress.part import Plain, pieces, write_out
+from gradientflow.compress.part import BLOCK, Plain, pieces, write_out
 
 #: Of all elements, but no fewer than this, a threshold is estimated from.
 SAMPLED = 0.01
@@ -65,16 +66,32 @@ def about_largest(values: torch.Tensor, number: int) -> torch.Tensor:
     sample = values[:: len(values) // num_samples].abs()
     rank = max(1, round(number * len(sample) / len(values)))
     threshold = sample.kthvalue(len(sample) - rank + 1).values
-    magnitudes = values.abs()
-    found = sample.new_empty(0, dtype=torch.int64)
+    found = above(values, float(threshold))
     for _ in range(MAX_LOWERED):
-        found = (magnitudes >= threshold if threshold > 0 else magnitudes > 0).nonzero().flatten()
-        if len(found) >= ENOUGH * number or threshold == 0:
+        if len(found) >= ENOUGH * number or not threshold > 0:
             break
         threshold = threshold * LOWERED
+        found = above(values, float(threshold))
     if len(found) > number:
-        found = found[torch.topk(magnitudes[found], number, sorted=False).indices]
+        found = found[largest(values[found], number)]
     return found
+
+
+def above(values: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Indices of elements that are not 0, and not smaller than this in magnitude.
+
+    >>> above(torch.tensor([1.0, -5.0, 0.0, 2.0]), 2.0).tolist()
+    [1, 3]
+    """
+    threshold = max(threshold, float(np.nextafter(np.float32(0), np.float32(1))))
+    if values.device.type != "cpu":
+        return (values.abs() >= threshold).nonzero().flatten()
+    # Numpy finds them in a quarter of torch's time.
+    scratch, found = values.new_empty(min(BLOCK, len(values))), []
+    for number, block in enumerate(torch.split(values, BLOCK)):
+        magnitudes = torch.abs(block, out=scratch[: len(block)])
+        found.append(np.flatnonzero(magnitudes.numpy() >= threshold) + number * BLOCK)
+    return torch.from_numpy(np.concatenate(found))
 
 
 def one_of_each_stratum(numel: int, number: int, seed: int) -> torch.Tensor:
@@ -142,7 +159,7 @@ class Threshold(_Sparse):
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         # Values are shares of a mean: gradients divided by ranks.
-        chosen = self._sent[parcel.number] = (total.abs() >= self._threshold / self._world).nonzero().flatten()
+        chosen = self._sent[parcel.number] = above(total, self._threshold / self._world)
         numbers = yield Gather(torch.tensor([len(chosen)], device=total.device))
         assert numbers is not None
         most = max(int(number) for number in numbers)
