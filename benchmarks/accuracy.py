@@ -7,7 +7,8 @@
 digits: a CNN of 0.62 M parameters on half of scikit-learn's digits; how many of the other half it reads right.
 text: a small transformer on the source of Python's standard library, byte by byte; its loss on files held out.
 Both are trained with momentum SGD, by each of five methods: dense, by coarse-grained sparse communication (10 % of the
-gradients, fp16), and by that without momentum correction, without warm-up, without both. All trainings of a seed start
+gradients, fp16), and by that without momentum correction, without warm-up, without both; or, with --recipes, dense and
+by each of those (say `always`: on a loopback no codec pays). All trainings of a seed start
 from the same weights, see the same batches and have the same learning rates; what is reported is the mean difference
 to dense over seeds. Warm-up is a tenth of the steps.
 
@@ -54,6 +55,7 @@ from gradientflow.documents import Document, check_writable
 from gradientflow.errors import UserError
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab import Lab, check_rate, parse_rate
+from gradientflow.recipe import as_recipe
 from gradientflow.rundir import now
 
 MOMENTUM = 0.9
@@ -165,6 +167,8 @@ class Job(Document):
     seeds: int
     steps: int
     learning_rate: float
+    #: Beside dense; (): coarse-grained sparse communication and what it is made of.
+    recipes: tuple[str, ...] = ()
 
     @property
     def methods(self) -> dict[str, str]:
@@ -172,7 +176,9 @@ class Job(Document):
         warm_up = f"warmup={round(WARM_UP * self.steps)}"
         if self.task == "time":
             return {BEST_DDP: BEST_DDP, WHOLE: f"{WHOLE}:10%:{warm_up}"}
-        csc = "lazy-ring+csc:10%"
+        if self.recipes:
+            return {DENSE: "lazy", **{recipe: recipe for recipe in self.recipes}}
+        csc = "lazy-ring+csc:always:10%"
         return {
             DENSE: "lazy",
             "csc": f"{csc}:{warm_up}+fp16",
@@ -349,6 +355,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="trainings of each method; 10, for time 3")
     parser.add_argument("--steps", type=int, help="of each training; 300, for time 200")
     parser.add_argument("--learning-rate", type=float, help="the highest, of all methods; 0.01, for text 0.03")
+    parser.add_argument("--recipes", nargs="+", default=[], help="to compare with dense, instead of csc's parts")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rate", default="100Mbit", help="of each host's link, for time")
     parser.add_argument("--out", type=Path, help="write everything to this JSON file, after each task anew")
@@ -368,6 +375,7 @@ def main() -> None:
                 seeds=given.seeds or DEFAULT_SEEDS[task],
                 steps=given.steps or DEFAULT_STEPS[task],
                 learning_rate=given.learning_rate or TASKS[task].learning_rate,
+                recipes=tuple(str(as_recipe(recipe)) for recipe in given.recipes),
             )
             with _place(task, given.workers, parse_rate(given.rate)) as place:
                 comparisons.append(compare(job, place))

@@ -9,10 +9,13 @@ import torch
 import gradientflow as gf
 
 NAMES = {
+    "Averager",
     "DeadlineError", "DisagreementError", "DistributedDataParallel", "DocumentError", "Flow", "GradientFlowError",
+    "HookState",
     "Message", "NonFiniteError", "NothingToTrainError", "PeerError", "Plan", "Profile", "Recipe", "RecipeError",
     "RunDirectory", "Slice", "Span", "Sync", "TensorProfile", "Trace", "TrainingError", "UsageError", "UserError",
-    "attach", "init_from_mpi", "profile",
+    "attach",
+    "hook", "init_from_mpi", "profile",
 }  # fmt: skip
 
 

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
         UserError,
     )
     from gradientflow.integrations.ddp import DistributedDataParallel
+    from gradientflow.integrations.hook import HookState, hook
     from gradientflow.lab.measure import profile
     from gradientflow.plan import Message, Plan, Slice
     from gradientflow.profiles import Profile, TensorProfile
     from gradientflow.recipe import Recipe
     from gradientflow.rundir import RunDirectory
     from gradientflow.runtime.attach import attach
+    from gradientflow.runtime.averager import Averager
     from gradientflow.runtime.flow import Flow
     from gradientflow.runtime.start import init_from_mpi
     from gradientflow.sync import Sync
@@ -46,12 +48,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Averager": "runtime.averager",
     "DeadlineError": "errors",
     "DisagreementError": "errors",
     "DistributedDataParallel": "integrations.ddp",
     "DocumentError": "errors",
     "Flow": "runtime.flow",
     "GradientFlowError": "errors",
+    "HookState": "integrations.hook",
     "Message": "plan",
     "NonFiniteError": "errors",
     "NothingToTrainError": "errors",
@@ -70,17 +74,20 @@ _HOME = {
     "UsageError": "errors",
     "UserError": "errors",
     "attach": "runtime.attach",
+    "hook": "integrations.hook",
     "init_from_mpi": "runtime.start",
     "profile": "lab.measure",
 }
 
 __all__ = [
+    "Averager",
     "DeadlineError",
     "DisagreementError",
     "DistributedDataParallel",
     "DocumentError",
     "Flow",
     "GradientFlowError",
+    "HookState",
     "Message",
     "NonFiniteError",
     "NothingToTrainError",
@@ -99,6 +106,7 @@ __all__ = [
     "UsageError",
     "UserError",
     "attach",
+    "hook",
     "init_from_mpi",
     "profile",
 ]

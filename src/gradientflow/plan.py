@@ -47,6 +47,8 @@ class Message(Record):
     lane: int = Field(default=0, ge=0)
     #: Who sends what to whom: a name of `patterns`, or the group's own.
     pattern: str = NATIVE
+    #: As it is, because the recipe's codec would take longer.
+    dense: bool = False
 
     @property
     def numel(self) -> int:
@@ -87,13 +89,15 @@ class Plan(Document):
 
     def explain(self) -> str:
         """What is done and, if its planner said so, why and what it is expected to take."""
+        num_dense = sum(message.dense for message in self.messages)
+        dense = f"; {num_dense} of {len(self.messages)} messages go as they are, a codec would take longer"
         if self.why:
-            return self.why
+            return self.why + dense * (num_dense > 0)
         num_cut = len([None for message in self.messages for _ in message.slices]) - len(self.layout)
         gate = f"; the gate waits for {len(self.stages)} stages" if self.stages else ""
         return (
             f"{self.schedule}: {len(self.messages)} messages for {len(self.layout)} tensors on {self.num_lanes} "
-            f"lane{'s' * (self.num_lanes > 1)}, {max(0, num_cut)} cuts{gate}"
+            f"lane{'s' * (self.num_lanes > 1)}, {max(0, num_cut)} cuts{gate}{dense * (num_dense > 0)}"
         )
 
     @property
@@ -117,6 +121,11 @@ class Plan(Document):
     def carried_by(self, pattern: Callable[[Message], str]) -> Plan:
         """The same messages, each by the pattern that is named for it."""
         messages = tuple(message.model_copy(update={"pattern": pattern(message)}) for message in self.messages)
+        return self.model_copy(update={"messages": messages})
+
+    def compressed_if(self, pays: Callable[[Message], bool]) -> Plan:
+        """The same messages, those as they are for which a codec does not pay."""
+        messages = tuple(message.model_copy(update={"dense": not pays(message)}) for message in self.messages)
         return self.model_copy(update={"messages": messages})
 
     def check(self, profile: Profile) -> None:

@@ -24,13 +24,13 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from gradientflow.compress import CASTS, EXACT, PARTS, Codec, Feedback
+from gradientflow.compress import CASTS, EXACT, KINDS, PARTS, Codec, Feedback
 from gradientflow.cost.evaluate import even_stages
-from gradientflow.cost.table import Best, Cost
+from gradientflow.cost.table import Best, Cost, Paying
 from gradientflow.documents import Record, describe, read_text, write_text
 from gradientflow.errors import DocumentError, RecipeError
 from gradientflow.patterns import ALL_REDUCES, HALVES, QUICKEST
-from gradientflow.plan import Plan
+from gradientflow.plan import NATIVE, Message, Plan
 from gradientflow.profiles import Profile
 from gradientflow.schedule import DECOUPLED, FOR_A_GATE, PRICED, SCHEDULES, WITH_A_SIZE, Terms
 from gradientflow.schedule.sizes import parse_nbytes
@@ -151,7 +151,13 @@ class Recipe(Record):
     @property
     def needs_cost(self) -> bool:
         """Whether planning looks at what messages cost."""
-        return self.schedule.name in PRICED or self.exchange.name == "best"
+        return self.schedule.name in PRICED or self.exchange.name == "best" or self.weighs
+
+    @property
+    def weighs(self) -> bool:
+        """Whether its codec is for messages only for which it pays."""
+        codec = self.codec()
+        return isinstance(codec, Feedback) and not codec.always
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -197,13 +203,23 @@ class Recipe(Record):
         return plan
 
     def _carried(self, plan: Plan, profile: Profile, cost: Cost | None) -> Plan:
-        """Each message by its pattern."""
+        """Each message by its pattern, and by the codec if that pays."""
+        itemsizes = {tensor.name: tensor.torch_dtype.itemsize for tensor in profile.tensors}
+
+        def nbytes(message: Message) -> int:
+            return message.numel * itemsizes[message.slices[0].tensor]
+
+        if isinstance(cost, Paying):
+            paying, cost = cost, cost.dense
+            plan = plan.compressed_if(lambda message: paying.pays(nbytes(message)))
         if self.exchange.name in PATTERNS and not plan.gathers:
             return plan.carried_by(lambda message: self.exchange.name)
         if not isinstance(cost, Best):
             return plan
-        itemsizes = {tensor.name: tensor.torch_dtype.itemsize for tensor in profile.tensors}
-        return plan.carried_by(lambda message: cost.pick(message.numel * itemsizes[message.slices[0].tensor]))
+        best = cost
+        return plan.carried_by(
+            lambda message: NATIVE if self.weighs and not message.dense else best.pick(nbytes(message))
+        )
 
     def codec(self) -> Codec:
         """A new one: it may remember."""
@@ -216,7 +232,7 @@ class Recipe(Record):
         """As it runs in the long run: without warm-up."""
         codecs = tuple(
             choice.model_copy(update={"argument": f"{choice.argument}:warmup=0".removeprefix(":")})
-            if choice.name in PARTS
+            if choice.name in KINDS and "warmup" in KINDS[choice.name].takes
             else choice
             for choice in self.codecs
         )

@@ -77,7 +77,7 @@ def equals_ddp(recipe: str, kind: str) -> float:
     [(1, "groups"), (2, "sgd"), (2, "nesterov"), (2, "groups"), (2, "adam"), (4, "sgd"), (4, "groups")],
 )
 def test_sending_everything_is_dense_training(world: int, kind: str) -> None:
-    for difference in run_ranks(world, equals_ddp, "lazy:60KB+csc:1", kind):
+    for difference in run_ranks(world, equals_ddp, "lazy:60KB+csc:always:1", kind):
         assert difference < 1e-10
 
 
@@ -113,10 +113,10 @@ def law(recipe: str, dtype: torch.dtype, steps: int = STEPS) -> tuple[torch.Tens
 @pytest.mark.parametrize(
     ("world", "recipe"),
     [
-        (1, "lazy:60KB+csc:0.1:warmup=0"),
-        (2, "lazy:60KB-ring+csc:0.1:warmup=0"),
-        (3, "lazy:60KB+csc:0.1:warmup=0"),
-        (5, "lazy:60KB-ring+csc:0.1:warmup=0"),
+        (1, "lazy:60KB+csc:always:0.1:warmup=0"),
+        (2, "lazy:60KB-ring+csc:always:0.1:warmup=0"),
+        (3, "lazy:60KB+csc:always:0.1:warmup=0"),
+        (5, "lazy:60KB-ring+csc:always:0.1:warmup=0"),
     ],
 )
 def test_what_is_sent_and_left_over_is_what_was_given_and_ranks_are_alike(world: int, recipe: str) -> None:
@@ -131,16 +131,16 @@ def test_what_is_sent_and_left_over_is_what_was_given_and_ranks_are_alike(world:
 
 #: Every other codec, so that much of what it is given waits; the last two forget it.
 CODECS = (
-    "topk:5%:warmup=0",
-    "topk:5%:warmup=0:sampled",
-    "dgc:5%:warmup=0",
-    "gtopk:5%:warmup=0",
-    "randomk:20%:warmup=0",
-    "threshold:0.01:warmup=0",
-    "int8",
-    "efsign:warmup=0",
-    "powersgd:1:warmup=0",
-    "qsgd:4",
+    "topk:always:5%:warmup=0",
+    "topk:always:5%:warmup=0:sampled",
+    "dgc:always:5%:warmup=0",
+    "gtopk:always:5%:warmup=0",
+    "randomk:always:20%:warmup=0",
+    "threshold:always:0.01:warmup=0",
+    "int8:always",
+    "efsign:always:warmup=0",
+    "powersgd:always:1:warmup=0",
+    "qsgd:always:4",
     "signsgd",
 )
 
@@ -163,7 +163,7 @@ def test_every_codec_loses_nothing_and_keeps_ranks_alike(world: int, schedule: s
             assert codec in CODECS[-2:] or by_how_much < 1e-5, codec
 
 
-def spoiled(how: str, codec: str = "csc:0.1:warmup=0") -> tuple[bool, bool, int]:
+def spoiled(how: str, codec: str = "csc:always:0.1:warmup=0") -> tuple[bool, bool, int]:
     """Training with one bad step against training without that step."""
     rank = dist.get_rank()
     ends = []
@@ -212,7 +212,7 @@ def test_an_inf_on_one_rank_leaves_no_trace_in_any_codec() -> None:
 def raises_on_inf() -> str:
     model = build("mlp", torch.float32, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with gf.attach(model, optimizer, "lazy+csc:0.1", nonfinite="raise"):
+    with gf.attach(model, optimizer, "lazy+csc:always:0.1", nonfinite="raise"):
         loss = loss_of(model, "mlp", dist.get_rank(), 0, torch.float32)
         try:
             (loss * (float("nan") if dist.get_rank() else 1.0)).backward()
@@ -232,7 +232,7 @@ def scaled() -> bool:
         model = build("cnn", torch.float32, seed=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4, enabled=scales)
-        with gf.attach(model, optimizer, "lazy:60KB+csc:0.1:warmup=0", scaler=scaler):
+        with gf.attach(model, optimizer, "lazy:60KB+csc:always:0.1:warmup=0", scaler=scaler):
             for step in range(15):
                 optimizer.zero_grad()
                 scaler.scale(loss_of(model, "cnn", rank, step, torch.float32)).backward()
@@ -306,9 +306,9 @@ def stops_and_goes_on(recipe: str, kind: str, steps: int = 20) -> tuple[bool, bo
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     [
-        ("lazy:60KB+csc:0.1:warmup=8", "sgd"),
-        ("lazy:60KB+csc:0.1:warmup=8", "adam"),
-        ("gradientflow:0.1:warmup=8", "groups"),
+        ("lazy:60KB+csc:always:0.1:warmup=8", "sgd"),
+        ("lazy:60KB+csc:always:0.1:warmup=8", "adam"),
+        ("gradientflow:always:0.1:warmup=8", "groups"),
     ],
 )
 def test_going_on_from_a_checkpoint_is_bit_identical(recipe: str, kind: str) -> None:
@@ -344,10 +344,10 @@ def held_by(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def test_another_world_and_another_plan_take_over_all_that_was_left() -> None:
-    states = run_ranks(3, saves, "lazy:60KB+csc:0.1:warmup=0")
+    states = run_ranks(3, saves, "lazy:60KB+csc:always:0.1:warmup=0")
     expected = held_by([state["flow"] for state in states])
     assert set(expected) == {"residual", "momentum"} and expected["residual"].any()
-    for world, recipe in ((2, "lazy:60KB+csc:0.1:warmup=0"), (4, "wfbp+csc:0.2:warmup=0")):
+    for world, recipe in ((2, "lazy:60KB+csc:always:0.1:warmup=0"), (4, "wfbp+csc:always:0.2:warmup=0")):
         for masses in run_ranks(world, moves, recipe, states):
             for kind, mass in expected.items():
                 assert torch.allclose(masses[kind], mass, atol=1e-5)
@@ -355,14 +355,14 @@ def test_another_world_and_another_plan_take_over_all_that_was_left() -> None:
 
 def loads_a_stranger(states: list[dict[str, Any]]) -> str:
     try:
-        Job("lazy:60KB+csc:0.1:warmup=0", states[0])
+        Job("lazy:60KB+csc:always:0.1:warmup=0", states[0])
     except UsageError as error:
         return str(error)
     return ""
 
 
 def test_a_state_of_another_rank_is_refused_with_what_to_do() -> None:
-    states = run_ranks(2, saves, "lazy:60KB+csc:0.1:warmup=0")
+    states = run_ranks(2, saves, "lazy:60KB+csc:always:0.1:warmup=0")
     words = run_ranks(1, loads_a_stranger, states)[0]
     assert "rank 0 of 2" in words and "a list of those of all 2 ranks" in words
 
@@ -375,7 +375,7 @@ def odd_loops(kind: str) -> bool:
     if kind == "frozen":
         for parameter in list(model.parameters())[:2]:
             parameter.requires_grad_(False)
-    with gf.attach(model, optimizer, "lazy:60KB+csc:0.1:warmup=4+bf16") as flow:
+    with gf.attach(model, optimizer, "lazy:60KB+csc:always:0.1:warmup=4+bf16") as flow:
         for step in range(12):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             if kind == "accumulation":
@@ -405,7 +405,7 @@ def unused_for_a_while() -> tuple[float, float]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(40, 40), "early": nn.Linear(40, 40)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with gf.attach(model, optimizer, "lazy+csc:0.2:warmup=0") as flow:
+    with gf.attach(model, optimizer, "lazy+csc:always:0.2:warmup=0") as flow:
         for step in range(40):
             optimizer.zero_grad()
             inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -437,7 +437,7 @@ def warns(kind: str) -> list[str]:
 
     logging.getLogger("gradientflow").addHandler(Ear())
     model = build("mlp", torch.float32, seed=0)
-    gf.attach(model, optimizer_of(model, kind), "lazy+csc:0.1").close()
+    gf.attach(model, optimizer_of(model, kind), "lazy+csc:always:0.1").close()
     return heard
 
 
@@ -449,7 +449,7 @@ def test_an_optimizer_without_momentum_correction_is_told_of() -> None:
 def refuses_a_gate() -> str:
     model = build("mlp", torch.float32, seed=0)
     try:
-        gf.attach(model, optimizer_of(model, "sgd"), "flow+csc:0.1", gate=True)
+        gf.attach(model, optimizer_of(model, "sgd"), "flow+csc:always:0.1", gate=True)
     except UsageError as error:
         return str(error)
     return ""
@@ -470,7 +470,7 @@ def momentum_moves() -> float:
         for step in range(12):
             if step == 6 and changes:
                 flow.close()
-                flow = gf.attach(model, optimizer, "lazy:60KB+csc:1")
+                flow = gf.attach(model, optimizer, "lazy:60KB+csc:always:1")
             optimizer.zero_grad()
             loss_of(model, "cnn", rank, step, torch.float64).backward()
             optimizer.step()
@@ -551,7 +551,7 @@ def trains_heads(kind: str, recipe: str) -> torch.Tensor:
 
 
 def heads_equal_ddp(kind: str) -> float:
-    return float((trains_heads(kind, "lazy+csc:1") - trains_heads(kind, "ddp")).abs().max())
+    return float((trains_heads(kind, "lazy+csc:always:1") - trains_heads(kind, "ddp")).abs().max())
 
 
 @pytest.mark.parametrize("kind", ["closure", "unused", "taken over"])
@@ -563,7 +563,7 @@ def frozen_midway() -> float:
     torch.manual_seed(0)
     model = Heads().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    with gf.attach(model, optimizer, "lazy+csc:0.1:warmup=0"):
+    with gf.attach(model, optimizer, "lazy+csc:always:0.1:warmup=0"):
         for step in range(12):
             if step == 6:
                 model.second.requires_grad_(False)
@@ -585,7 +585,7 @@ def exchanges_twice(momentum: float) -> tuple[str, float]:
     model = Heads().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     given = {name: torch.zeros_like(p).reshape(-1) for name, p in model.named_parameters()}
-    with gf.attach(model, optimizer, "lazy+csc:0.2:warmup=0:chunk=4") as flow:
+    with gf.attach(model, optimizer, "lazy+csc:always:0.2:warmup=0:chunk=4") as flow:
         for step in range(8):
             optimizer.zero_grad()
             for both in (True, False):
@@ -626,7 +626,7 @@ def fails_in_step() -> list[tuple[float, float]]:
     optimizer = optimizer_of(model, "sgd")
     group = optimizer.param_groups[0]
     found = []
-    with gf.attach(model, optimizer, "lazy+csc:0.1") as flow:
+    with gf.attach(model, optimizer, "lazy+csc:always:0.1") as flow:
         for step in range(2):
             optimizer.zero_grad()
             loss_of(model, "mlp", dist.get_rank(), step, torch.float32).backward()
@@ -651,7 +651,7 @@ def scaled_halves() -> float:
     model = nn.Linear(64, 64).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-    with gf.attach(model, optimizer, "lazy+csc:1", scaler=scaler, master_weights=True):
+    with gf.attach(model, optimizer, "lazy+csc:always:1", scaler=scaler, master_weights=True):
         loss = model(torch.randn(8, 64).half()).float().mean() * 1e-5
         expected = torch.autograd.grad(loss * 65536.0, model.weight, retain_graph=True)[0].float()
         scaler.scale(loss).backward()
@@ -684,7 +684,7 @@ def slow_backward() -> None:
     linear = [nn.Linear(8, 8, bias=False) for _ in range(4)]
     model = nn.Sequential(linear[0], SlowInBackward(), *linear[1:])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gf.attach(model, optimizer, "wfbp-a2a:2+csc:1", deadline_s=0.3):
+    with gf.attach(model, optimizer, "wfbp-a2a:2+csc:always:1", deadline_s=0.3):
         model(torch.randn(2, 8)).sum().backward()
         optimizer.step()
 
@@ -697,7 +697,7 @@ def loads_another_model(state: dict[str, Any]) -> str:
     model = build("mlp", torch.float32, seed=0)
     for name, values in state["compression"]["codec"]["slots"]["residual"].items():
         state["compression"]["codec"]["slots"]["residual"][name] = values[:-1]
-    with gf.attach(model, optimizer_of(model, "sgd"), "wfbp+csc:0.1") as flow:
+    with gf.attach(model, optimizer_of(model, "sgd"), "wfbp+csc:always:0.1") as flow:
         try:
             flow.load_state_dict(state)
         except UsageError as error:
@@ -707,7 +707,7 @@ def loads_another_model(state: dict[str, Any]) -> str:
 
 def saves_mlp() -> dict[str, Any]:
     model = build("mlp", torch.float32, seed=0)
-    with gf.attach(model, optimizer_of(model, "sgd"), "lazy+csc:0.1") as flow:
+    with gf.attach(model, optimizer_of(model, "sgd"), "lazy+csc:always:0.1") as flow:
         return flow.state_dict()
 
 
@@ -721,7 +721,7 @@ def joins(ours: bool) -> torch.Tensor:
     model = Heads().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     wrapper: DistributedDataParallel = (
-        gf.DistributedDataParallel(model, recipe="lazy+csc:1", optimizer=optimizer)
+        gf.DistributedDataParallel(model, recipe="lazy+csc:always:1", optimizer=optimizer)
         if ours
         else DistributedDataParallel(model)
     )
@@ -747,12 +747,12 @@ def changes_memory_format() -> float:
     """Half of a training in channels_last, the other half not, by way of a checkpoint."""
     ends = []
     for changes in (True, False):
-        job = Job("lazy:60KB+csc:0.1:warmup=0", memory_format=torch.channels_last)
+        job = Job("lazy:60KB+csc:always:0.1:warmup=0", memory_format=torch.channels_last)
         job.run(range(6))
         if changes:
             state = job.state()
             job.flow.close()
-            job = Job("lazy:60KB+csc:0.1:warmup=0", state, memory_format=torch.contiguous_format)
+            job = Job("lazy:60KB+csc:always:0.1:warmup=0", state, memory_format=torch.contiguous_format)
         job.run(range(6, 12))
         waits = job.flow.state_dict()["compression"]["codec"]["slots"]
         ends.append(torch.cat([values for kind in waits for _, values in sorted(waits[kind].items())]))
@@ -772,7 +772,9 @@ def drop_in_with_a_scaler() -> tuple[bool, float]:
     model = build("mlp", torch.float32, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6)
-    wrapped = gf.DistributedDataParallel(model, recipe="lazy+csc:0.1:warmup=0", optimizer=optimizer, scaler=scaler)
+    wrapped = gf.DistributedDataParallel(
+        model, recipe="lazy+csc:always:0.1:warmup=0", optimizer=optimizer, scaler=scaler
+    )
     for step in range(4):
         optimizer.zero_grad()
         loss = loss_of(wrapped, "mlp", rank, step, torch.float32)
@@ -793,7 +795,7 @@ def two_wrappers_around_one_model() -> list[str]:
     torch.manual_seed(0)
     model = Heads().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    compressing = gf.DistributedDataParallel(model, recipe="lazy+csc:0.1", optimizer=optimizer)
+    compressing = gf.DistributedDataParallel(model, recipe="lazy+csc:always:0.1", optimizer=optimizer)
     plain = gf.DistributedDataParallel(model, recipe="lazy")
 
     def step(wrapper: nn.Module, number: int) -> str:

@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[[str, Cast | None], Feedback]] = {name: functools.part
 __all__ = [
     "CASTS",
     "EXACT",
+    "KINDS",
     "PARTS",
     "Answer",
     "Cast",

@@ -25,7 +25,7 @@ import torch
 
 from gradientflow.compress.cast import Cast
 from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_nbytes
-from gradientflow.compress.part import BLOCK, ranges
+from gradientflow.compress.part import BLOCK, is_finite, ranges
 
 MAX_CHUNK = 32 * 1024
 #: A pool has at least so many chunks, however small they get.
@@ -174,7 +174,7 @@ class Csc:
         if len(packed):
             yield Sum([packed])
             # A sum may leave the wire's range though all of its parts were within it; on all ranks alike.
-            if is_narrow and not _is_finite(packed):
+            if is_narrow and not is_finite(packed):
                 self._overflown.append(parcel.number)
         offset = 0
         for (grid, pick), values in zip(places, parcel.values, strict=True):
@@ -233,11 +233,6 @@ class Csc:
 
     def _type_of(self, dtype: torch.dtype) -> torch.dtype:
         return self._wire.type_of(dtype) if self._wire else dtype
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    # One sum takes a tenth of the time; one of finite numbers may overflow too, so the second look decides.
-    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
 def most_important(scores: torch.Tensor, ages: torch.Tensor, density: float) -> torch.Tensor:

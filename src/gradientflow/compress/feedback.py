@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_once
-from gradientflow.compress.part import Part, pieces, ranges
+from gradientflow.compress.part import Part, blocks_of, is_finite, pieces, ranges
 from gradientflow.compress.slots import Slots
 from gradientflow.compress.warmup import WarmUp
 from gradientflow.errors import UsageError
@@ -51,9 +51,18 @@ class Feedback:
     lossless = False
 
     def __init__(
-        self, part: Part, warm_up: WarmUp, *, corrects: bool = True, masks: bool = False, local_clip: float = 0.0
+        self,
+        part: Part,
+        warm_up: WarmUp,
+        *,
+        corrects: bool = True,
+        masks: bool = False,
+        local_clip: float = 0.0,
+        always: bool = True,
     ) -> None:
         self._part, self._warm_up = part, warm_up
+        #: Whether all messages are for it; else those that it gains time for.
+        self.always = always
         #: Whether momentum, if the optimizer has any, is to be kept here.
         self.corrects = corrects
         self._masks, self._local_clip = masks, local_clip
@@ -84,6 +93,8 @@ class Feedback:
         return self._slots.nbytes
 
     def traffic(self, parcel: Parcel, world: int) -> Traffic:
+        if parcel.message.dense:
+            return summed_once(parcel.nbytes, world)
         aside = summed_once(sum(stop - start for start, stop in self._loose_of(parcel)) * parcel.dtype.itemsize, world)
         if aside.nbytes == parcel.nbytes:
             return aside
@@ -104,7 +115,8 @@ class Feedback:
         self._slots.lay_out(parcels)
         self._slots.need(RESIDUAL)
         self._loose = [self._loose_of(parcel) for parcel in parcels]
-        self._part.lay_out(parcels, rank, world)
+        # Of messages that go as they are the part knows nothing.
+        self._part.lay_out([p._replace(values=[]) if p.message.dense else p for p in parcels], rank, world)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._slots.load(loaded["slots"])
@@ -181,13 +193,11 @@ class Feedback:
                     self._part.clear_sent(parcel, self._slots.proposed(MOMENTUM, parcel))
             for start, stop in [(0, len(total))] if self._part.forgets else loose:
                 total[start:stop] = 0.0
-        if parcel.dtype.itemsize < total.itemsize and not all(
-            bool(values.isfinite().all()) for values in parcel.values
-        ):
+        if parcel.dtype.itemsize < total.itemsize and not all(is_finite(values) for values in parcel.values):
             self._overflown.append(parcel.number)
 
     def _goes_whole(self, parcel: Parcel) -> bool:
-        return self._density >= 1 and not self._part.sends_all
+        return parcel.message.dense or (self._density >= 1 and not self._part.sends_all)
 
     def _send_whole(self, parcel: Parcel, total: torch.Tensor) -> Conversation:
         """As it is; what the precision of gradients takes away is left over."""
@@ -195,6 +205,8 @@ class Feedback:
             values.copy_(part if self._unit == 1.0 else part * self._unit)
             part.sub_(values, alpha=1.0 / self._unit)
         yield Sum(parcel.values)
+        if not all(is_finite(values) for values in parcel.values):
+            self._overflown.append(parcel.number)
 
     def _loose_of(self, parcel: Parcel) -> list[tuple[int, int]]:
         """Where in the message tensors lie that the part does not take."""
@@ -221,7 +233,8 @@ class Feedback:
         if MOMENTUM in self._slots.kinds:
             remembered += [self._slots.now(MOMENTUM, parcel), self._slots.proposed(MOMENTUM, parcel)]
         kinds = [parcel.values, *(ranges(parcel, values) for values in remembered)]
-        sizes = [self._part.blocks(parcel, number) for number in range(len(parcel.values))]
+        seen = not parcel.message.dense
+        sizes = [self._part.blocks(parcel, n) if seen else blocks_of(v) for n, v in enumerate(parcel.values)]
         scratch = total.new_empty(max(map(max, sizes)))
         for number, (operands, runs) in enumerate(zip(zip(*kinds, strict=True), self._runs_of(parcel), strict=True)):
             alike = len(runs) == 1
@@ -232,7 +245,8 @@ class Feedback:
                 if alike:
                     self._add(runs[0][2], *block)
                 gradient, there, *_ = block
-                self._part.see(parcel, number, start, there, scratch)
+                if seen:
+                    self._part.see(parcel, number, start, there, scratch)
                 gradient.zero_()
                 start += there.numel()
 

@@ -94,8 +94,7 @@ class Plain:
         self._sums = []
 
     def blocks(self, parcel: Parcel, number: int) -> list[int]:
-        whole, rest = divmod(parcel.values[number].numel(), BLOCK)
-        return [BLOCK] * whole + [rest] * (rest > 0)
+        return blocks_of(parcel.values[number])
 
     def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, scratch: torch.Tensor) -> None:
         # A sum takes a tenth of the time of a look at each element; one of finite numbers may overflow too.
@@ -123,6 +122,17 @@ class Plain:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+def blocks_of(values: torch.Tensor) -> list[int]:
+    """Elements of each of the blocks that it is worked on in."""
+    whole, rest = divmod(values.numel(), BLOCK)
+    return [BLOCK] * whole + [rest] * (rest > 0)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    # One sum takes a tenth of the time; one of finite numbers may overflow too, so the second look decides.
+    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
 def pieces(parcel: Parcel) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:

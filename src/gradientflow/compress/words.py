@@ -40,6 +40,8 @@ class Words:
     masking: bool = False
     #: Choose by a threshold that a sample suggests.
     sampled: bool = False
+    #: For all messages, not just for those that gain by it.
+    always: bool = False
 
 
 #: How a value is read, and what is wrong with it if that fails or it is not within bounds.
@@ -57,6 +59,7 @@ _FLAGS = {
     "corrected": {"corrected": True},
     "uncorrected": {"corrected": False},
     "sampled": {"sampled": True},
+    "always": {"always": True},
 }
 
 
@@ -107,8 +110,8 @@ def _number(name: str, key: str, text: str) -> float:
     return value
 
 
-_SPARSE = ("warmup", "clip", "masking", "uncorrected")
-_WHOLE = ("warmup", "corrected")
+_SPARSE = ("warmup", "clip", "masking", "uncorrected", "always")
+_WHOLE = ("warmup", "corrected", "always")
 
 KINDS: dict[str, Kind] = {
     "csc": Kind(
@@ -128,7 +131,7 @@ KINDS: dict[str, Kind] = {
         lambda words, _: TopK(sampled=True),
         Words(density=0.001, warmup=WARM_UP_STEPS, corrected=True, masking=True),
         "density",
-        ("warmup", "clip"),
+        ("warmup", "clip", "always"),
     ),
     "gtopk": Kind(
         lambda words, _: GTopK(), Words(density=0.001, warmup=WARM_UP_STEPS, corrected=True), "density", _SPARSE
@@ -146,7 +149,10 @@ KINDS: dict[str, Kind] = {
     "int8": Kind(lambda words, _: Quantized(Int8()), Words(), "", _WHOLE, abrupt=True),
     "qsgd": Kind(lambda words, _: Quantized(Qsgd(words.bits), forgets=True), Words(), "bits", _WHOLE, abrupt=True),
     "efsign": Kind(lambda words, _: Quantized(Sign()), Words(warmup=WARM_UP_STEPS), "", _WHOLE, abrupt=True),
-    "signsgd": Kind(lambda words, _: Quantized(Sign(vote=True), forgets=True), Words(), "", _WHOLE, abrupt=True),
+    # Signs and gradients are not of one size: a model gets the ones or the others.
+    "signsgd": Kind(
+        lambda words, _: Quantized(Sign(vote=True), forgets=True), Words(always=True), "", ("corrected",), abrupt=True
+    ),
     "powersgd": Kind(
         lambda words, _: PowerSgd(words.rank), Words(rank=2, warmup=WARM_UP_STEPS), "rank", _WHOLE, abrupt=True
     ),
@@ -165,4 +171,5 @@ def part(name: str, argument: str = "", wire: Cast | None = None) -> Feedback:
         corrects=words.corrected,
         masks=words.masking,
         local_clip=words.clip,
+        always=words.always,
     )

@@ -214,6 +214,36 @@ class Best:
         return self.ways[self.pick(nbytes)].seconds(nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Paying:
+    """A message by a codec where that gains a `MARGIN`, else as it is.
+
+    >>> cost = Paying(Line(alpha_s=2.0, beta_s_per_byte=0.5), Line(alpha_s=1.0, beta_s_per_byte=1.0))
+    >>> cost.pays(1), cost.pays(10), cost.seconds(10)
+    (False, True, 7.0)
+    """
+
+    encoded: Cost
+    dense: Cost
+
+    #: Of a message's seconds. What goes as it is is exact, too.
+    MARGIN: ClassVar[float] = 0.05
+
+    def pays(self, nbytes: float) -> bool:
+        return self.encoded.seconds(nbytes) < (1 - self.MARGIN) * self.dense.seconds(nbytes)
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        return min(self.encoded.beta_s_per_byte, self.dense.beta_s_per_byte)
+
+    @property
+    def host_s(self) -> float:
+        return self.dense.host_s
+
+    def seconds(self, nbytes: float) -> float:
+        return (self.encoded if self.pays(nbytes) else self.dense).seconds(nbytes)
+
+
 def ring_reduce_scatter(link: Cost, world: int) -> Steps:
     """p - 1 steps of 1/p of the bytes, over `link`."""
     return Steps(link, world - 1, 1 / world)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradientflow.compress import Answer, Gather, Question, Sum, Swap
+from gradientflow.compress import Answer, Conversation, Gather, Question, Sum, Swap
 from gradientflow.errors import DeadlineError, DisagreementError, TrainingError, UsageError
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, store_beside
@@ -262,6 +262,20 @@ class Exchange:
         if self._abandoned or self.backend == "nccl":
             return TrainingError(f"the group's communication failed ({words})")
         return self.health.find_culprit(words)
+
+
+def drive(
+    exchange: Exchange, conversation: Conversation, lane: int, number: int, detail: str, pattern: str = NATIVE
+) -> int:
+    """From its first question to its last; returns the bytes that it asked about."""
+    nbytes, answer = 0, None
+    try:
+        while True:
+            question = conversation.send(answer)
+            nbytes += question.nbytes
+            answer = exchange.answer(question, lane, number, detail, pattern)
+    except StopIteration:
+        return nbytes
 
 
 def _alone(question: Question) -> Answer:

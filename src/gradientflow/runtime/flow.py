@@ -660,7 +660,8 @@ class Flow(ABC):
 
     def _check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """What another wrapper around the same parameters keeps of it, this one's gradients would be without."""
-        if self._has_exchanged_for(optimizer) and holder_of(optimizer) and not self._holds_momentum_of(optimizer):
+        held = holder_of(optimizer)
+        if held and held.is_set and self._has_exchanged_for(optimizer) and not self._holds_momentum_of(optimizer):
             raise UsageError(
                 "optimizer.step() with gradients of one wrapper, while another around the same model keeps the "
                 "optimizer's momentum for its compression: close() the one that is not used, or compress without "

@@ -96,7 +96,7 @@ class Pool:
     def parcel(self, index: int, message: Message, flags_apart: bool) -> Parcel:
         """Message `index` of the plan as a codec gets it."""
         flags = self.presence if flags_apart and index == self.carrier else None
-        shapes = [_extents(self.views[piece.tensor]) for piece in message.slices]
+        shapes = [extents(self.views[piece.tensor]) for piece in message.slices]
         return Parcel(index, message, self.ranges(index, message, with_presence=flags is None), shapes, flags)
 
     def ranges(self, index: int, message: Message, with_presence: bool = True) -> list[torch.Tensor]:
@@ -179,7 +179,7 @@ def _last_to_be_ready(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> int
     return next(holding, len(plan.messages) - 1)
 
 
-def _extents(view: torch.Tensor) -> tuple[int, ...]:
+def extents(view: torch.Tensor) -> tuple[int, ...]:
     """In the order in which they lie in memory."""
     order = sorted(range(view.dim()), key=view.stride, reverse=True)
     return tuple(view.shape[dim] for dim in order)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradientflow.compress import Exact, Feedback
+from gradientflow.compress import EXACT, Exact, Feedback
 from gradientflow.cost.table import Cost
 from gradientflow.documents import parse_json
 from gradientflow.errors import NonFiniteError, TrainingError, UsageError
@@ -28,7 +28,7 @@ from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.optimizers import Given, OneOptimizer
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.pool import Pool
-from gradientflow.runtime.pricing import measure_cost
+from gradientflow.runtime.pricing import measure_cost, measure_paying
 from gradientflow.runtime.pump import Pump
 from gradientflow.runtime.replanning import Replanning
 from gradientflow.runtime.shards import Shards
@@ -301,7 +301,11 @@ class PooledFlow(Flow):
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
         if self.recipe.needs_cost and self._cost is None:
             by_size = self.recipe.exchange.name == "best"
-            self._cost = measure_cost(exchange, self._codec, device, self._step, by_size)
+            weighs = self.recipe.weighs
+            self._cost = measure_cost(exchange, EXACT if weighs else self._codec, device, self._step, by_size)
+            fresh = self.recipe.settled().codec()
+            if weighs and isinstance(fresh, Feedback) and exchange.world > 1:
+                self._cost = measure_paying(exchange, fresh, self._cost, device, self._step)
         gated = self._gate is not None and not self._gate_shut
         whole = self._replanning.agreed(self._step)
         # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair. The

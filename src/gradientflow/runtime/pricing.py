@@ -7,9 +7,9 @@ from statistics import median
 
 import torch
 
-from gradientflow.compress import EXACT, Codec, Sum, imagined
-from gradientflow.cost.table import Best, Cost, CostTable, Encoded, Steps
-from gradientflow.exchange import Exchange
+from gradientflow.compress import EXACT, Codec, Feedback, Sum, imagined
+from gradientflow.cost.table import Best, Cost, CostTable, Encoded, Paying, Steps
+from gradientflow.exchange import Exchange, drive
 from gradientflow.patterns import HALVES
 from gradientflow.plan import NATIVE
 
@@ -19,6 +19,8 @@ SIZES = tuple(2**power for power in range(12, 23, 2))
 SMALL = 256 * 1024
 LEAN = (NATIVE, "ring", "halving", "levels", *HALVES)
 REPEATS = 3
+#: Steps in which a codec that is new may do otherwise than it will.
+SETTLING = 2
 #: Of the smallest size, which tells what a message takes of processors, whatever its bytes.
 REPEATS_OF_SMALLEST = 10
 
@@ -38,6 +40,31 @@ def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: i
         return Encoded(steps, compute_s_per_byte)
     tables = {name: _table(exchange, name, buffer, step) for name in (NATIVE, *exchange.patterns)}
     return Best({name: Encoded(Steps(table, 1, fraction), compute_s_per_byte) for name, table in tables.items()})
+
+
+def measure_paying(exchange: Exchange, codec: Feedback, dense: Cost, device: torch.device, step: int) -> Paying:
+    """What messages take by a codec, measured as they are talked about: encoding, decoding, wire. Collective.
+
+    codec: a new one, of the long run."""
+    pattern = next(iter(exchange.patterns), NATIVE) if len(exchange.patterns) < 3 else NATIVE
+    points = []
+    for nbytes in SIZES:
+        shape = (2 ** (nbytes.bit_length() // 2 - 1), nbytes // 4 // 2 ** (nbytes.bit_length() // 2 - 1))
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(exchange.rank)).to(device).view(-1)
+        parcel = imagined([shape], values.dtype)._replace(values=[values.clone()])
+        codec.lay_out([parcel], exchange.rank, exchange.world, f"{nbytes} bytes")
+        times_s = []
+        for _ in range(SETTLING + REPEATS):
+            codec.begin({})
+            parcel.values[0].copy_(values)
+            start_s = time.perf_counter()
+            drive(exchange, codec.converse(parcel), 0, step, "measure what a codec takes", pattern)
+            _finish(values)
+            times_s.append(max(time.perf_counter() - start_s, 1e-9))
+            drive(exchange, codec.close(), 0, step, "measure what a codec takes")
+            codec.settle()
+        points.append((nbytes, median(times_s[SETTLING:])))
+    return Paying(CostTable(points=tuple(points)), dense)
 
 
 def _touch_s_per_byte(buffer: torch.Tensor) -> float:

@@ -21,7 +21,7 @@ import torch
 
 from gradientflow.compress import Codec, Conversation, Parcel
 from gradientflow.errors import DeadlineError, TrainingError
-from gradientflow.exchange import Exchange
+from gradientflow.exchange import Exchange, drive
 from gradientflow.patterns import QUICKEST, gather_of, scatter_of
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.runtime.streams import Streams
@@ -189,16 +189,8 @@ class Pump:
         self._recorder.add(Span("message", "norms", f"lane {lane}", start_s, end_s, self._step, {"nbytes": nbytes}))
 
     def _drive(self, conversation: Conversation, lane: int, place: str, pattern: str) -> int:
-        """From its first question to its last; returns the bytes that it asked about."""
-        nbytes, answer = 0, None
         where = f"step {self._step}, {place}"
-        try:
-            while True:
-                question = conversation.send(answer)
-                nbytes += question.nbytes
-                answer = self._exchange.answer(question, lane, self._step + 1, where, pattern)
-        except StopIteration:
-            return nbytes
+        return drive(self._exchange, conversation, lane, self._step + 1, where, pattern)
 
 
 class _Part(NamedTuple):

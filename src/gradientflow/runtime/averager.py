@@ -1,0 +1,193 @@
+"""Tensors averaged over ranks through a codec, without a flow: no hooks, no plan but the order of messages.
+
+`Averager` is the function on tensors. `Talk` is what it and the hook for stock DDP are made of: a codec, an exchange,
+and what the codec remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradientflow.compress import Conversation, Feedback, Parcel
+from gradientflow.errors import UsageError
+from gradientflow.exchange import Exchange, drive
+from gradientflow.plan import Message, Plan, Slice
+from gradientflow.recipe import Recipe
+from gradientflow.runtime.attach import DEADLINE_S
+from gradientflow.runtime.compression import Compression
+from gradientflow.runtime.fingerprint import compare
+from gradientflow.runtime.flow import as_states
+from gradientflow.runtime.pool import extents
+
+
+class Talk:
+    """One rank's part in conversations about messages that come in the same order everywhere. Collective.
+
+    codec: as after the first "+" of a recipe, such as "int8", "csc:10%+fp16".
+    """
+
+    def __init__(
+        self,
+        codec: str,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        scaler: torch.amp.GradScaler | None,
+        deadline_s: float,
+    ) -> None:
+        recipe = Recipe.parse(f"lazy+{codec}").check()
+        if not dist.is_initialized():
+            raise UsageError("no process group: call torch.distributed.init_process_group() first")
+        group = group or dist.group.WORLD
+        assert group is not None
+        self._codec = recipe.codec()
+        self.compression = Compression(self._codec, scaler) if isinstance(self._codec, Feedback) else None
+        self.exchange = Exchange(group, device, 1, deadline_s)
+        compare(self.exchange.control, {"codec": codec})
+        self._parcels: list[Parcel] = []
+        self._loaded: Sequence[Mapping[str, Any]] | None = None
+        self._step = 0
+
+    def lay_out(self, messages: Sequence[Mapping[str, torch.Tensor]], buffers: Sequence[torch.Tensor]) -> None:
+        """messages: by name, views of what lies one after another in the buffer of each."""
+        plan = Plan(
+            schedule="as they come",
+            layout=tuple(name for views in messages for name in views),
+            messages=tuple(
+                Message(slices=tuple(Slice(tensor=name, start=0, stop=v.numel()) for name, v in views.items()))
+                for views in messages
+            ),
+        )
+        shapes = [[extents(view) for view in views.values()] for views in messages]
+        self._parcels = [
+            Parcel(number, message, [buffer] if buffer.numel() else [], shape)
+            for number, (message, buffer, shape) in enumerate(zip(plan.messages, buffers, shapes, strict=True))
+        ]
+        if self.compression:
+            views = {name: view for message in messages for name, view in message.items()}
+            if self._loaded is not None:
+                # Once before, so that it is known how tensors lie; nothing is held yet.
+                self.compression.lay_out(plan, self._parcels, views, self.exchange)
+                self.compression.load_state_dict(self._loaded)
+                self._loaded = None
+            self.compression.lay_out(plan, self._parcels, views, self.exchange)
+
+    def begin(self) -> None:
+        if self.compression:
+            self.compression.begin(1.0)
+
+    def carry(self, number: int, buffer: torch.Tensor) -> None:
+        """Message `number`, which is in `buffer` now: this rank's share of a sum becomes the sum."""
+        parcel = self._parcels[number]
+        if parcel.values:
+            parcel.values[0].set_(buffer)  # type: ignore[call-overload]
+            self._drive(self._codec.converse(parcel), f"message {number}")
+
+    def finish(self) -> bool:
+        """All messages have been carried: whether the step counts, as all ranks find alike."""
+        counts = True
+        if self.compression:
+            self._drive(self.compression.closing(), "norms")
+            counts = self.compression.settle()
+        self._step += 1
+        return counts
+
+    def _drive(self, conversation: Conversation, place: str) -> None:
+        with torch.no_grad():
+            drive(self.exchange, conversation, 0, self._step + 1, f"step {self._step}, {place}")
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"version": 1, "step": self._step}
+        if self.compression:
+            found["compression"] = self._loaded[0] if self._loaded else self.compression.state_dict()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """To be used when it is known how messages are laid out. One rank's own, or those of all ranks."""
+        states = as_states(state)
+        if any(not isinstance(each, Mapping) or each.get("version") != 1 for each in states):
+            raise UsageError("expected what state_dict() gave, version 1, or a list of those of all ranks")
+        if self.compression:
+            self._loaded = [each["compression"] for each in states if "compression" in each] or None
+        self._step = int(states[0]["step"])
+        self._parcels = []
+
+    @property
+    def is_laid_out(self) -> bool:
+        return bool(self._parcels)
+
+    def close(self) -> None:
+        if self.compression:
+            self.compression.close()
+        self.exchange.close()
+
+
+class Averager:
+    """`average_(tensors)` makes each the mean over ranks, as a codec can: what that leaves over is remembered by name,
+    and is part of the next call. Constructing one and calling it are collective.
+
+        averager = gf.Averager("int8")
+        averager.average_({"weight": weight, "bias": bias})
+    """
+
+    def __init__(
+        self,
+        codec: str,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._talk = Talk(codec, process_group, torch.device(device), None, deadline_s)
+        self._known: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._views: list[dict[str, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def average_(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """In place. False if some rank's hold inf or nan: then all of them are left as they are, and so is what was
+        left over. The same names, shapes and dtypes on all ranks and in every call."""
+        known = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        if not tensors:
+            return True
+        if known != self._known or not self._talk.is_laid_out:
+            self._lay_out(tensors)
+            self._known = known
+        self._talk.begin()
+        for number, (buffer, views) in enumerate(zip(self._buffers, self._views, strict=True)):
+            for name, view in views.items():
+                torch.div(tensors[name], self._talk.exchange.world, out=view)
+            self._talk.carry(number, buffer)
+        counts = self._talk.finish()
+        for views in self._views if counts else ():
+            for name, view in views.items():
+                tensors[name].copy_(view)
+        return counts
+
+    def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
+        self._buffers, self._views = [], []
+        for dtype in dtypes:
+            if not dtype.is_floating_point:
+                raise UsageError(f"expected tensors of floating-point numbers, found {dtype}")
+            ours = {name: tensor for name, tensor in tensors.items() if tensor.dtype is dtype}
+            device = next(iter(ours.values())).device
+            buffer = torch.zeros(sum(tensor.numel() for tensor in ours.values()), dtype=dtype, device=device)
+            parts = torch.split(buffer, [tensor.numel() for tensor in ours.values()])
+            self._buffers.append(buffer)
+            self._views.append({name: part.view(ours[name].shape) for name, part in zip(ours, parts, strict=True)})
+        self._talk.lay_out(self._views, self._buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has left over, by name."""
+        return self._talk.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """What this rank saved; or, of another number of ranks, a list of what all of them did."""
+        self._talk.load_state_dict(state)
+
+    def close(self) -> None:
+        self._talk.close()

@@ -1,0 +1,193 @@
+"""Codecs without a flow: under stock DDP, and as a function on tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradientflow as gf
+from gradientflow.errors import RecipeError, UsageError
+from helpers import run_ranks
+from models import build, loss_of
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
+
+
+class Job:
+    """Training under stock DDP. codec: of our hook; "": none."""
+
+    def __init__(
+        self, codec: str, state: Any = None, momentum: float = 0.9, bucket_cap_mb: float = 0.02, **more
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = build("cnn", torch.float32, seed=0)
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6, enabled="scaler" in more)
+        self.state: gf.HookState | None = None
+        if codec:
+            scaler = self.scaler if "scaler" in more else None
+            self.state = gf.HookState(self.ddp, codec, optimizer=self.optimizer, scaler=scaler)
+            self.ddp.register_comm_hook(self.state, gf.hook)
+        if state:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            assert self.state is not None
+            self.state.load_state_dict(state["hook"])
+
+    def run(self, steps: range, bad: int = -1) -> torch.Tensor:
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss = loss_of(self.ddp, "cnn", dist.get_rank(), step, torch.float32)
+            if step == bad and dist.get_rank() == 1:
+                loss = loss * float("inf")
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return weights(self.model)
+
+    def saved(self) -> dict[str, Any]:
+        assert self.state is not None
+        model = {name: values.clone() for name, values in self.model.state_dict().items()}
+        return {"model": model, "optimizer": self.optimizer.state_dict(), "hook": self.state.state_dict()}
+
+    def close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+
+
+def against_stock() -> list[float]:
+    expected = Job("").run(range(12))
+    found = []
+    for codec in ("topk:1", "powersgd:2:warmup=1000", "csc:1", "int8", "bf16"):
+        job = Job(codec)
+        found.append(float((job.run(range(12)) - expected).norm() / expected.norm()))
+        assert [group["momentum"] for group in job.optimizer.param_groups] == [0.9]
+        job.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_hook_that_sends_everything_is_stock_ddp(world: int) -> None:
+    for exact, dense, chunks, int8, bf16 in run_ranks(world, against_stock):
+        assert max(exact, dense, chunks) < 1e-5
+        assert int8 < 0.02 and bf16 < 0.02
+
+
+def goes_on() -> list[tuple[float, float]]:
+    """By codec: how far a run that was stopped ends from one that was not; and the mass that other buckets lose."""
+    found = []
+    for codec in ("topk:5%:warmup=0", "int8", "powersgd:1:warmup=0", "csc:0.1:warmup=0"):
+        whole = Job(codec)
+        expected = whole.run(range(10))
+        whole.close()
+        first = Job(codec)
+        first.run(range(6))
+        state = first.saved()
+        first.close()
+        second = Job(codec, state)
+        apart = float((second.run(range(6, 10)) - expected).norm() / expected.norm())
+        second.close()
+        # Other buckets: what waits is found by name. A step without a gradient, in which it is sent or stays.
+        other = Job(codec, state, bucket_cap_mb=25)
+        other.optimizer.param_groups[0]["momentum"] = 0.0
+        before = sum(values.double() for values in _waits(state["hook"]))
+        other.optimizer.zero_grad()
+        (loss_of(other.ddp, "cnn", dist.get_rank(), 0, torch.float32) * 0.0).backward()
+        sent = torch.cat([p.grad.reshape(-1) for p in other.model.parameters()]).double().sum()
+        after = sum(values.double() for values in _waits(other.state.state_dict()))
+        masses = torch.stack([before, after])
+        dist.all_reduce(masses)
+        found.append((apart, float((masses[1] + sent - masses[0]).abs())))
+        other.close()
+    return found
+
+
+def _waits(state: dict[str, Any]) -> list[torch.Tensor]:
+    slots = state["compression"]["codec"]["slots"]["residual"]
+    return [slots[name].sum() for name in sorted(slots)]
+
+
+def test_what_waits_is_saved_by_name_and_found_in_other_buckets() -> None:
+    # DDP's first buckets are not its later ones, so a codec that looks at whole buckets goes on otherwise.
+    for found in run_ranks(2, goes_on):
+        assert all(apart < 0.05 and lost < 1e-3 for apart, lost in found), found
+
+
+def skips_a_bad_step() -> tuple[bool, bool]:
+    """With a scaler: as if it had not been. Without: the weights stay finite."""
+    with_it = Job("topk:5%:warmup=0", scaler=True)
+    found = with_it.run(range(9), bad=5)
+    scale = with_it.scaler.get_scale()
+    with_it.close()
+    plain = Job("topk:5%:warmup=0")
+    finite = bool(plain.run(range(9), bad=5).isfinite().all())
+    plain.close()
+    return scale == 128.0 and bool(found.isfinite().all()), finite
+
+
+def test_a_step_that_one_rank_cannot_use_poisons_nothing() -> None:
+    assert run_ranks(2, skips_a_bad_step) == [(True, True)] * 2
+
+
+def averages() -> list[float]:
+    """By codec, what the mean of many calls misses, relative to one call's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = []
+    for codec in ("int8", "topk:10%:warmup=0:uncorrected", "efsign:warmup=0", "powersgd:2:warmup=0", "fp16"):
+        averager = gf.Averager(codec)
+        sums = [torch.zeros(60, 50), torch.zeros(50)]
+        for _ in range(60):
+            torch.manual_seed(rank)
+            tensors = {"weight": torch.randn(60, 50), "bias": torch.randn(50)}
+            assert averager.average_(tensors)
+            for total, tensor in zip(sums, tensors.values(), strict=True):
+                total += tensor / 60
+        expected = [torch.zeros(60, 50), torch.zeros(50)]
+        for other in range(world):
+            torch.manual_seed(other)
+            for total in expected:
+                total += torch.randn(total.shape) / world
+        state = averager.state_dict()
+        averager.close()
+        again = gf.Averager(codec)
+        again.load_state_dict(state)
+        again.average_({"weight": torch.zeros(60, 50), "bias": torch.zeros(50)})
+        again.close()
+        found.append(max(float((a - b).norm() / b.norm()) for a, b in zip(sums, expected, strict=True)))
+    bad = gf.Averager("int8")
+    tensors = {"weight": torch.full((4, 4), float("nan") if rank else 1.0)}
+    assert not bad.average_(tensors) and (rank or tensors["weight"].eq(1.0).all())
+    bad.close()
+    return found
+
+
+def test_tensors_are_averaged_and_what_is_left_over_comes_later() -> None:
+    for found in run_ranks(3, averages):
+        assert max(found) < 0.3, found
+        assert found[0] < 0.01
+
+
+def refused() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(UsageError, match="expected a model in DistributedDataParallel"):
+        gf.HookState(model, "int8")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="no codec 'int9'"):
+        gf.HookState(DistributedDataParallel(model), "int9")
+    averager = gf.Averager("int8")
+    with pytest.raises(UsageError, match="floating-point"):
+        averager.average_({"count": torch.ones(3, dtype=torch.int64)})
+    with pytest.raises(UsageError, match="version 1"):
+        averager.load_state_dict({"step": 3})
+    averager.close()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_ranks(1, refused)
