@@ -139,6 +139,7 @@ def test_each_message_asks_for_what_traffic_says(name: str, world: int) -> None:
     for number, parcel in enumerate(ranks[0].parcels):
         asked = converse([rank.codec.converse(rank.parcels[number]) for rank in ranks])
         biases = 4 * sum(s.numel for s in parcel.message.slices if len(SHAPES[s.tensor]) == 1)
+        biases *= name != "powersgd"  # which has a sum to take them along
         said = ranks[0].codec.traffic(parcel, world)
         if biases == parcel.nbytes:
             assert asked == (0, 0) and said.nbytes == biases
@@ -146,7 +147,10 @@ def test_each_message_asks_for_what_traffic_says(name: str, world: int) -> None:
             assert asked == (said.rounds, said.nbytes - biases)
         aside += biases
     rounds, nbytes = converse([rank.codec.close() for rank in ranks])
-    assert rounds == 1 and nbytes == aside + 4, "all that is not compressed goes together, with one number more"
+    if name == "powersgd":
+        assert rounds == 0
+    else:
+        assert (rounds, nbytes) == (1, aside + 4), "all that is not compressed goes together, with one number more"
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -68,6 +68,7 @@ class Csc:
     forgets = False
     sends_all = True
     chooses_ahead = True
+    overwrites = False
 
     def __init__(self, wire: Cast | None = None, chunk: int = 0) -> None:
         self._wire, self._asked_chunk = wire, chunk
@@ -128,7 +129,7 @@ class Csc:
                 picks.append(_Pick(rows.to(values.device), tail))
             self._picks.append(picks)
 
-    def begin(self, density: float, step: int) -> None:
+    def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
         self._density, self._next = density, None
         self._overflown = []
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_once
+from gradientflow.compress.guard import WHOLE, Guard
 from gradientflow.compress.part import Part, blocks_of, is_finite, pieces, ranges
 from gradientflow.compress.slots import Slots
 from gradientflow.compress.warmup import WarmUp
@@ -59,8 +60,11 @@ class Feedback:
         masks: bool = False,
         local_clip: float = 0.0,
         always: bool = True,
+        guard: Guard | None = None,
     ) -> None:
         self._part, self._warm_up = part, warm_up
+        #: Decides what to send, instead of the warm-up.
+        self.guard = guard
         #: Whether all messages are for it; else those that it gains time for.
         self.always = always
         #: Whether momentum, if the optimizer has any, is to be kept here.
@@ -117,29 +121,39 @@ class Feedback:
         self._loose = [self._loose_of(parcel) for parcel in parcels]
         # Of messages that go as they are the part knows nothing.
         self._part.lay_out([p._replace(values=[]) if p.message.dense else p for p in parcels], rank, world)
+        if self.guard:
+            self.guard.lay_out(parcels)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._slots.load(loaded["slots"])
             if loaded["signature"] == signature:
                 self._part.load_state_dict(loaded["part"])
+            if self.guard and "guard" in loaded:
+                self.guard.load_state_dict(loaded["guard"])
+                if loaded["signature"] != signature:
+                    self.guard.lay_out(parcels)
 
-    def begin(self, momenta: Mapping[str, Momentum], unit: float = 1.0, weight: float = 1.0) -> None:
+    def begin(self, momenta: Mapping[str, Momentum], unit: float = 1.0, weight: float = 1.0, rate: float = 1.0) -> None:
         """A step, in which gradients come multiplied by `unit` and are to be given back so. Those of this step, not
-        what is left over, count `weight` times."""
+        what is left over, count `weight` times. rate: how far the optimizer will go with them."""
         self._unit, self._weight = unit, weight
         if momenta != self._momenta:
             self._momenta, self._runs = dict(momenta), {}
         if any(momentum.factor for momentum in momenta.values()):
             self._slots.need(MOMENTUM)
         self._density = self._warm_up.density(self._num_steps + self._part.chooses_ahead)
-        self._part.begin(self._density, self._num_steps)
+        densities = None
+        if self.guard:
+            self.guard.begin(self._num_steps, rate)
+            densities = [self.guard.density(parcel.number) for parcel in self._parcels]
+        self._part.begin(self._density, self._num_steps, densities)
         self._aside, self._overflown = {}, []
 
     def close(self) -> Conversation:
         """One question for everything that ranks have to tell each other beside messages."""
         flags = [parcel.flags for parcel in self._parcels if parcel.flags is not None]
         aside = [self._aside[number] for number in sorted(self._aside)]
-        told = [*aside, *flags, *self._part.tells()]
+        told = [*aside, *flags, *self._part.tells(), *(self.guard.tells() if self.guard else ())]
         if any(tensor.numel() for tensor in told):
             dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in aside) else torch.float32
             device = next(parcel.values[0].device for parcel in self._parcels if parcel.values)
@@ -150,6 +164,8 @@ class Feedback:
         for parcel in (self._parcels[number] for number in self._aside):
             self._put_in(parcel, self._aside[parcel.number])
         self._finite = self._part.learns() and not self._overflown
+        if self.guard:
+            self.guard.learns()
         if flags and MOMENTUM in self._slots.kinds:
             self._let_rest({name for name, used in zip(self._flagged, flags[0].tolist(), strict=False) if not used})
 
@@ -170,6 +186,8 @@ class Feedback:
         if self._finite:
             self._slots.commit()
             self._part.commit()
+            if self.guard:
+                self.guard.commit()
             self._num_steps += 1
         return self._finite
 
@@ -179,7 +197,11 @@ class Feedback:
         total, loose = self._slots.proposed(RESIDUAL, parcel), self._loose[parcel.number]
         if self._local_clip:
             self._clip(parcel)
+        if self.guard:
+            self.guard.given(parcel, self._unit)
         self._accumulate(parcel, total)
+        if self.guard:
+            self.guard.meant(parcel, total)
         if self._goes_whole(parcel):
             yield from self._send_whole(parcel, total)
         else:
@@ -193,10 +215,14 @@ class Feedback:
                     self._part.clear_sent(parcel, self._slots.proposed(MOMENTUM, parcel))
             for start, stop in [(0, len(total))] if self._part.forgets else loose:
                 total[start:stop] = 0.0
+        if self.guard:
+            self.guard.left(parcel, total)
         if parcel.dtype.itemsize < total.itemsize and not all(is_finite(values) for values in parcel.values):
             self._overflown.append(parcel.number)
 
     def _goes_whole(self, parcel: Parcel) -> bool:
+        if self.guard and self.guard.density(parcel.number) >= WHOLE:
+            return True
         return parcel.message.dense or (self._density >= 1 and not self._part.sends_all)
 
     def _send_whole(self, parcel: Parcel, total: torch.Tensor) -> Conversation:
@@ -233,7 +259,7 @@ class Feedback:
         if MOMENTUM in self._slots.kinds:
             remembered += [self._slots.now(MOMENTUM, parcel), self._slots.proposed(MOMENTUM, parcel)]
         kinds = [parcel.values, *(ranges(parcel, values) for values in remembered)]
-        seen = not parcel.message.dense
+        seen, clears = not parcel.message.dense, not (self._part.overwrites or self._goes_whole(parcel))
         sizes = [self._part.blocks(parcel, n) if seen else blocks_of(v) for n, v in enumerate(parcel.values)]
         scratch = total.new_empty(max(map(max, sizes)))
         for number, (operands, runs) in enumerate(zip(zip(*kinds, strict=True), self._runs_of(parcel), strict=True)):
@@ -247,7 +273,8 @@ class Feedback:
                 gradient, there, *_ = block
                 if seen:
                     self._part.see(parcel, number, start, there, scratch)
-                gradient.zero_()
+                if clears:
+                    gradient.zero_()
                 start += there.numel()
 
     def _add(
@@ -306,6 +333,7 @@ class Feedback:
             "slots": self._slots.named(),
             "signature": self._signature,
             "part": self._part.state_dict(),
+            **({"guard": self.guard.state_dict()} if self.guard else {}),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:

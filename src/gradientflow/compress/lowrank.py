@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import normalize
 
 from gradientflow.compress.codec import Conversation, Parcel, Sum, Traffic, summed_nbytes
-from gradientflow.compress.part import Plain, pieces, write_out
+from gradientflow.compress.part import Plain, is_finite, pieces, write_out
 
 #: A matrix is taken if its factors are smaller by this factor at least.
 MIN_GAIN = 2.0
@@ -61,7 +61,7 @@ class _Layout(NamedTuple):
     """Of one message."""
 
     batches: list[_Batch]
-    loose: list[tuple[int, int]]  # cut rows
+    loose: list[tuple[int, int]]  # what travels whole: cut rows, and what is no matrix
     p_numel: int
     q_numel: int
 
@@ -76,18 +76,22 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
 class PowerSgd(Plain):
     """A `Part`: `rank` directions of each matrix."""
 
+    overwrites = True
+
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._directions = rank
         self._layouts: list[_Layout] = []
         self._q: list[torch.Tensor] = []  # by message, where the next step begins
         self._next: dict[int, torch.Tensor] = {}
+        self._bad: list[int] = []  # messages of this step; lanes append to it side by side
 
     def takes(self, shape: tuple[int, ...]) -> bool:
-        if not super().takes(shape) or not math.prod(shape):
-            return False
-        rows, columns = shape[0], math.prod(shape[1:])
-        return MIN_GAIN * self._directions * (rows + columns) <= rows * columns
+        """What is no matrix, or one whose factors would be hardly smaller, travels whole behind the first factors."""
+        return True
+
+    def _shrinks(self, rows: int, columns: int) -> bool:
+        return rows > 0 and MIN_GAIN * self._directions * (rows + columns) <= rows * columns
 
     def lay_out(self, parcels: Sequence[Parcel], rank: int, world: int) -> None:
         super().lay_out(parcels, rank, world)
@@ -103,15 +107,16 @@ class PowerSgd(Plain):
         shapes: dict[tuple[int, int], list[list[_Matrix]]] = {}
         loose: list[tuple[int, int]] = []
         for _, shape, begin, start, stop in pieces(parcel):
-            if not self.takes(shape):
-                continue
-            columns = math.prod(shape[1:])
+            columns = math.prod(shape[1:]) if len(shape) > 1 else 1
             head = min(-begin % columns, stop - start)
             rows = (stop - start - head) // columns
-            if rows and MIN_GAIN * self._directions * (rows + columns) > rows * columns:
+            if not self._shrinks(rows, columns):
                 head, rows = stop - start, 0
             end = start + head + rows * columns
-            loose += [(low, high) for low, high in ((start, start + head), (end, stop)) if low < high]
+            for low, high in ((start, start + head), (end, stop)):
+                if low < high:
+                    joins = loose and loose[-1][1] == low
+                    loose.append((loose.pop()[0] if joins else low, high))
             if rows:
                 batches = shapes.setdefault((rows, columns), [])
                 if not batches or rows * columns > BATCHED_NUMEL:
@@ -127,7 +132,6 @@ class PowerSgd(Plain):
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         layout, before = self._layouts[parcel.number], self._q[parcel.number]
-        # Cut rows travel behind the first factors.
         num_loose = sum(stop - start for start, stop in layout.loose)
         ps = total.new_empty(layout.p_numel + num_loose)
         if num_loose:
@@ -136,6 +140,8 @@ class PowerSgd(Plain):
         for batch, matrices in zip(layout.batches, gathered, strict=True):
             torch.matmul(matrices, self._q_of(batch, before), out=self._p_of(batch, ps))
         yield Sum([ps])
+        if not is_finite(ps):  # as it is if any rank's matrix is not
+            self._bad.append(parcel.number)
         qs = torch.empty_like(before)
         for batch, matrices in zip(layout.batches, gathered, strict=True):
             p = self._p_of(batch, ps)
@@ -144,7 +150,8 @@ class PowerSgd(Plain):
             own = self._q_of(batch, qs)
             for matrix, left, right in zip(batch.matrices, p, own, strict=True):
                 matrix.of(total).addmm_(left, right.T, alpha=-1.0)
-        yield Sum([qs])
+        if layout.batches:
+            yield Sum([qs])
         in_place = len(parcel.values) == 1 and parcel.dtype == total.dtype
         result = parcel.values[0] if in_place else torch.zeros_like(total)
         for batch in layout.batches:
@@ -168,16 +175,25 @@ class PowerSgd(Plain):
             self._q[number] = qs
         self._next = {}
 
-    def begin(self, density: float, step: int) -> None:
-        super().begin(density, step)
-        self._next = {}
+    def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
+        super().begin(density, step, densities)
+        self._next, self._bad = {}, []
+
+    def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Factors tell whether it is finite."""
+
+    def tells(self) -> Sequence[torch.Tensor]:
+        return []
+
+    def learns(self) -> bool:
+        return not self._bad
 
     def traffic(self, parcel: Parcel, density: float, world: int) -> Traffic:
         layout = self._layout(parcel)
         itemsize = _dtype(parcel).itemsize
         loose = sum(stop - start for start, stop in layout.loose)
         nbytes = itemsize * (layout.p_numel + layout.q_numel + loose)
-        return Traffic(2, nbytes, 2 * nbytes, 8 * parcel.nbytes, summed_nbytes(nbytes, world))
+        return Traffic(2 if layout.batches else 1, nbytes, 2 * nbytes, 8 * parcel.nbytes, summed_nbytes(nbytes, world))
 
     def state_dict(self) -> dict[str, Any]:
         return {"q": [qs.clone() for qs in self._q]}

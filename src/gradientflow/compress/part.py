@@ -23,6 +23,8 @@ class Part(Protocol):
     sends_all: bool
     #: Whether it chooses in one step what the next one sends.
     chooses_ahead: bool
+    #: Whether it writes all of a parcel's values, so that nobody has to clear them before.
+    overwrites: bool
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape is for it; others are summed as they are, all of a step together."""
@@ -30,8 +32,9 @@ class Part(Protocol):
     def lay_out(self, parcels: Sequence[Parcel], rank: int, world: int) -> None:
         """For these messages from now on. What it has learnt is forgotten."""
 
-    def begin(self, density: float, step: int) -> None:
-        """Step number `step`: to send this share in it, or, of one that chooses ahead, in the next."""
+    def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
+        """Step number `step`: to send this share in it, or, of one that chooses ahead, in the next. densities: of each
+        message, instead; for parts that a guard may look after."""
 
     def blocks(self, parcel: Parcel, number: int) -> list[int]:
         """Elements of each of the blocks, small enough for a cache, in which range `number` of the parcel is seen."""
@@ -42,7 +45,8 @@ class Part(Protocol):
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         """Send a part of `total`, which is all of the message, and leave the rest there; the sum of what ranks sent,
-        times `unit`, is in the parcel's values then, which are zero before. So is `total` where tensors are not taken.
+        times `unit`, is in the parcel's values then, which are zero before, unless it `overwrites` them. So is `total`
+        where tensors are not taken.
         """
 
     def clear_sent(self, parcel: Parcel, values: torch.Tensor) -> None:
@@ -74,10 +78,12 @@ class Plain:
     forgets = False
     sends_all = False
     chooses_ahead = False
+    overwrites = False
 
     def __init__(self) -> None:
         self._rank, self._world = 0, 1
         self._density, self._step = 1.0, 0
+        self._densities: Sequence[float] | None = None
         self._parcels: Sequence[Parcel] = ()
         self._sums: list[torch.Tensor] = []  # lanes append to it side by side
         self._num_bad = torch.zeros(1)
@@ -89,8 +95,8 @@ class Plain:
     def lay_out(self, parcels: Sequence[Parcel], rank: int, world: int) -> None:
         self._parcels, self._rank, self._world = parcels, rank, world
 
-    def begin(self, density: float, step: int) -> None:
-        self._density, self._step = density, step
+    def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
+        self._density, self._step, self._densities = density, step, densities
         self._sums = []
 
     def blocks(self, parcel: Parcel, number: int) -> list[int]:

@@ -134,6 +134,8 @@ def _unpacked(codes: torch.Tensor) -> torch.Tensor:
 class Quantized(Plain):
     """A `Part`: an all-reduce in codes of a scheme."""
 
+    overwrites = True
+
     def __init__(self, scheme: Scheme, forgets: bool = False) -> None:
         super().__init__()
         self._scheme, self.forgets = scheme, forgets

@@ -126,7 +126,8 @@ class _Sparse(Plain):
         return sum(stop - start for _, shape, _, start, stop in pieces(parcel) if self.takes(shape))
 
     def _number(self, parcel: Parcel) -> int:
-        return math.ceil(self._density * self._num_taken[parcel.number])
+        density = self._densities[parcel.number] if self._densities else self._density
+        return math.ceil(density * self._num_taken[parcel.number])
 
 
 class TopK(_Sparse):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from gradientflow.compress.cast import Cast
 from gradientflow.compress.csc import Csc
 from gradientflow.compress.feedback import Feedback
+from gradientflow.compress.guard import Guard
 from gradientflow.compress.lowrank import PowerSgd
 from gradientflow.compress.part import Part
 from gradientflow.compress.quantize import Int8, Qsgd, Quantized, Sign
@@ -42,6 +43,8 @@ class Words:
     sampled: bool = False
     #: For all messages, not just for those that gain by it.
     always: bool = False
+    #: Of what training has gained, the part that may wait; 0: no guard.
+    guard: float = 0.0
 
 
 #: How a value is read, and what is wrong with it if that fails or it is not within bounds.
@@ -53,6 +56,7 @@ _VALUES: dict[str, tuple[type[int] | type[float], Callable[[float], bool], str]]
     "warmup": (int, lambda value: value >= 0, "warmup=STEPS"),
     "chunk": (int, lambda value: value >= 0, "chunk=ELEMENTS"),
     "clip": (float, lambda value: 0 <= value < math.inf, "clip=NORM"),
+    "guard": (float, lambda value: 0 < value < 1, "guard=BUDGET, such as guard=2%"),
 }
 _FLAGS = {
     "masking": {"masking": True},
@@ -111,6 +115,7 @@ def _number(name: str, key: str, text: str) -> float:
 
 
 _SPARSE = ("warmup", "clip", "masking", "uncorrected", "always")
+_GUARDED = (*_SPARSE, "guard")
 _WHOLE = ("warmup", "corrected", "always")
 
 KINDS: dict[str, Kind] = {
@@ -125,19 +130,19 @@ KINDS: dict[str, Kind] = {
         lambda words, _: TopK(words.sampled),
         Words(density=0.01, warmup=WARM_UP_STEPS, corrected=True),
         "density",
-        (*_SPARSE, "sampled"),
+        (*_GUARDED, "sampled"),
     ),
     "dgc": Kind(
         lambda words, _: TopK(sampled=True),
         Words(density=0.001, warmup=WARM_UP_STEPS, corrected=True, masking=True),
         "density",
-        ("warmup", "clip", "always"),
+        ("warmup", "clip", "always", "guard"),
     ),
     "gtopk": Kind(
-        lambda words, _: GTopK(), Words(density=0.001, warmup=WARM_UP_STEPS, corrected=True), "density", _SPARSE
+        lambda words, _: GTopK(), Words(density=0.001, warmup=WARM_UP_STEPS, corrected=True), "density", _GUARDED
     ),
     "randomk": Kind(
-        lambda words, _: RandomK(), Words(density=0.1, warmup=WARM_UP_STEPS, corrected=True), "density", _SPARSE
+        lambda words, _: RandomK(), Words(density=0.1, warmup=WARM_UP_STEPS, corrected=True), "density", _GUARDED
     ),
     "threshold": Kind(
         lambda words, _: Threshold(words.threshold),
@@ -167,9 +172,10 @@ def part(name: str, argument: str = "", wire: Cast | None = None) -> Feedback:
         raise RecipeError(f"+{name} says itself how its values travel: leave the other precision out")
     return Feedback(
         kind.make(words, wire),
-        WarmUp(words.density, words.warmup, stages=1 if kind.abrupt else STAGES),
+        WarmUp(words.density, 0 if words.guard else words.warmup, stages=1 if kind.abrupt else STAGES),
         corrects=words.corrected,
         masks=words.masking,
         local_clip=words.clip,
         always=words.always,
+        guard=Guard(words.guard, words.density) if words.guard else None,
     )

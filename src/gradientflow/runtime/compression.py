@@ -25,6 +25,7 @@ class Compression:
     def __init__(self, codec: Feedback, scaler: torch.amp.GradScaler | None) -> None:
         self._codec, self._scaler = codec, scaler
         self._rank, self._world = 0, 1
+        self._optimizer: torch.optim.Optimizer | None = None
         self._momentum: BorrowedMomentum | None = None
         self._num_unused = 0  # steps that counted since the optimizer's last
         self._views: Mapping[str, torch.Tensor] = {}  # of gradients, in the pool
@@ -42,6 +43,7 @@ class Compression:
         self, optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str], *, aloud: bool
     ) -> None:
         """names: of what the optimizer holds of the model. Again whenever that changes."""
+        self._optimizer = optimizer
         if not self._codec.corrects:
             return
         objection = why_not(optimizer)
@@ -78,12 +80,19 @@ class Compression:
         """weight: of this step's gradients, beside what is left over from others."""
         self.after_update()  # a step that an exception ended was not followed by it
         if self._momentum is None:
-            self._codec.begin({}, self._unit(), weight)
+            self._codec.begin({}, self._unit(), weight, self._rate())
             return
         if velocities := self._momentum.take_velocities():  # the mean over ranks is what all of them had
             shares = {name: _as_it_lies(values / self._world, self._views[name]) for name, values in velocities.items()}
             self._codec.take_over(MOMENTUM, shares)
-        self._codec.begin(self._momentum.momenta(), self._unit(), weight)
+        self._codec.begin(self._momentum.momenta(), self._unit(), weight, self._rate())
+
+    def _rate(self) -> float:
+        """The learning rate of most parameters, as far as it is known."""
+        if self._optimizer is None or not self._optimizer.param_groups:
+            return 1.0
+        group = max(self._optimizer.param_groups, key=lambda each: sum(p.numel() for p in each["params"]))
+        return float(group.get("lr", 1.0))
 
     def _unit(self) -> float:
         return self._scaler.get_scale() if self._scaler and self._scaler.is_enabled() else 1.0
@@ -93,6 +102,16 @@ class Compression:
         counts = self._codec.settle()
         self._num_unused += counts
         return counts
+
+    def guarded(self) -> dict[str, float]:
+        """What the guard has seen in the step that was settled last, and decided; nothing if it did not look."""
+        guard = self._codec.guard
+        if guard is None or not guard.looked:
+            return {}
+        found = {"waiting": guard.waiting, "contraction_asked": guard.contraction}
+        for number, view in enumerate(guard.views):
+            found |= {f"{name} of message {number}": value for name, value in view._asdict().items()}
+        return found
 
     def before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

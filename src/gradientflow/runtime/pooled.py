@@ -36,6 +36,7 @@ from gradientflow.runtime.shares import Watch
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.runtime.streams import streams_for
 from gradientflow.runtime.waiting import UnfinishedGradient
+from gradientflow.trace import MAIN, Span
 
 _log = logging.getLogger(__name__)
 
@@ -672,6 +673,9 @@ class PooledFlow(Flow):
 
     def _judge(self, offenders: dict[int, str]) -> None:
         if self._compression is None or offenders or self._compression.settle():
+            if self._compression and (seen := self._compression.guarded()):
+                now_s = self._recorder.clock()
+                self._recorder.add(Span("guard", "guard", MAIN, now_s, now_s, self._step - 1, seen))
             super()._judge(offenders)
             return
         if self._joined:
