@@ -77,12 +77,14 @@ def test_it_sees_what_the_sum_over_ranks_is() -> None:
     assert guard is not None and all(rank.codec.guard.views == guard.views for rank in ranks)
     # The last step was sampled: what is left over now is what it saw.
     left = sum(torch.cat(list(rank.codec.state_dict()["slots"][RESIDUAL].values())) for rank in ranks)
-    for view, there in zip(guard.views, left.split([2000, 3600]), strict=True):
+    for number, (view, there) in enumerate(zip(guard.views, left.split([2000, 3600]), strict=True)):
         if view.density >= WHOLE:
             assert not there.any() and view.contraction == pytest.approx(1.0, abs=1e-6)
         else:
             assert 0 < view.contraction < 1 and 0 < view.cosine <= 1 and view.residual_ratio > 0
             assert view.cosine**2 == pytest.approx(view.contraction, abs=0.35)
+            length = sum(float((rank.codec.state_dict()["slots"][RESIDUAL][str(number)] ** 2).sum()) for rank in ranks)
+            assert view.residual_ratio > 0 and length > 0
 
 
 def test_it_sends_more_while_little_has_been_gained_and_less_later_and_ends_where_dense_does() -> None:
@@ -93,17 +95,18 @@ def test_it_sends_more_while_little_has_been_gained_and_less_later_and_ends_wher
         first = run(ranks, range(steps // 2), steps)
         sent[name] = (first, run(ranks, range(steps // 2, steps), steps))
         ends[name] = ranks[0].loss
-    assert ends["floor"] > 2 * ends["all"], "the least density alone would have done"
-    assert ends["guarded"] < 1.1 * ends["all"]
+    gained = Rank(PARTS["topk"]("1%", None), 0, 1).loss - ends["all"]
+    assert ends["floor"] - ends["all"] > 0.02 * gained, "the least density alone would have done"
+    assert ends["guarded"] - ends["all"] < 0.02 * gained, "the budget"
     assert sent["guarded"][1] < sent["guarded"][0] < sent["all"][0]
     assert sent["guarded"][1] < 0.2 * sent["all"][1]
 
 
 def test_a_larger_budget_sends_less() -> None:
     sent = []
-    for budget in ("0.5%", "5%", "50%"):
+    for budget in ("0.02%", "0.5%", "10%"):
         ranks = ranks_of(f"0.1%:guard={budget}")
-        sent.append(run(ranks, range(150), 150))
+        sent.append(run(ranks, range(100), 100))
     assert sent[0] > sent[1] > sent[2]
 
 

@@ -7,10 +7,10 @@ second: of what training has gained so far, how much may be on its way. Early it
 sent; later, as gains add up and the learning rate falls, less and less has to be.
 
 None of these vectors is known to one rank. So ranks exchange sketches of theirs, sums of rows under random signs, which
-are short, can be added up and keep inner products on average. In sampled steps a few hundred numbers for each message
-say how much of the sum over ranks was sent (its contraction: 1 - |left over|^2 / |meant|^2), how much waits for every
-gradient (|left over| / |gradient|), and the cosine between what was sent and what was meant. All ranks see the same
-numbers, so they decide alike; and the same run decides the same again.
+are short, can be added up and keep inner products on average; and the squares of their lengths. In sampled steps a few
+hundred numbers for each message say how much was sent (its contraction: 1 - |left over|^2 / |meant|^2, over all ranks),
+how much waits for every gradient (|left over| / |gradient|), and the cosine between what was sent and what was meant.
+All ranks see the same numbers, so they decide alike; and the same run decides the same again.
 
 Two rules follow. The budget moves the contraction that is asked of all messages; each message's density moves so that
 it keeps that. It is never below what the recipe says.
@@ -28,7 +28,8 @@ from gradientflow.compress.codec import Parcel
 
 #: Steps from one sample to the next.
 EVERY = 5
-#: Numbers in a sketch; inner products are right within 1 / sqrt(this) of the lengths' product.
+#: Numbers in a sketch; inner products are right within 1 / sqrt(this) of the lengths' product. One more is the square
+#: of the length.
 WIDTH = 128
 #: Sketches of a message.
 _GRADIENT, _MEANT, _LEFT = range(3)
@@ -81,7 +82,7 @@ class Guard:
 
     def begin(self, step: int, rate: float) -> None:
         self._sampling, self._rate, self._next = step % EVERY == 0, rate, None
-        self._sketches = torch.zeros(len(self._densities), 3, WIDTH) if self._sampling else torch.zeros(0)
+        self._sketches = torch.zeros(len(self._densities), 3, WIDTH + 1) if self._sampling else torch.zeros(0)
 
     @property
     def contraction(self) -> float:
@@ -110,7 +111,8 @@ class Guard:
         whole = len(flat) // WIDTH * WIDTH
         sketch = signs[:-1] @ flat[:whole].view(-1, WIDTH)
         sketch[: len(flat) - whole] += signs[-1] * flat[whole:]
-        self._sketches[parcel.number, kind] = sketch.cpu()
+        self._sketches[parcel.number, kind, :WIDTH] = sketch.cpu()
+        self._sketches[parcel.number, kind, WIDTH] = flat.dot(flat).cpu()
 
     def _signs_of(self, message: int, numel: int, device: torch.device) -> torch.Tensor:
         if message not in self._signs:
@@ -127,14 +129,20 @@ class Guard:
         """What it told has been summed."""
         if not self._sampling:
             return
-        gradients, meant, left = (self._sketches[:, kind].double() for kind in (_GRADIENT, _MEANT, _LEFT))
+        squares = self._sketches[:, :, WIDTH].double()
+        gradients, meant, left = (self._sketches[:, kind, :WIDTH].double() for kind in (_GRADIENT, _MEANT, _LEFT))
         sent = meant - left
         waits = self._rate * float((gradients * left).sum())
         gained = self._gained + EVERY * self._rate * max(0.0, float((gradients * sent).sum()))
         part = max(0.0, waits) / gained if gained > 0 else math.inf
         views = tuple(
-            View(density, 1.0 - _ratio(e, m) ** 2, _ratio(e, g), float(u @ m) / max(1e-300, float(u.norm() * m.norm())))
-            for density, g, m, e, u in zip(self._densities, gradients, meant, left, sent, strict=True)
+            View(
+                density,
+                1.0 - _ratio(square[_LEFT], square[_MEANT]),
+                math.sqrt(_ratio(square[_LEFT], square[_GRADIENT])),
+                _ratio(u @ m, u.norm() * m.norm()),
+            )
+            for density, square, m, u in zip(self._densities, squares, meant, sent, strict=True)
         )
         asked = self._contraction
         if part > self._budget:
@@ -173,5 +181,4 @@ class Guard:
 
 
 def _ratio(one: torch.Tensor, other: torch.Tensor) -> float:
-    length = float(other.norm())
-    return float(one.norm()) / length if length else 0.0
+    return float(one / other) if other else 0.0
