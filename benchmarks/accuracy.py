@@ -225,6 +225,16 @@ class Trained:
         self._module.eval()
         return self._task.evaluate(self._module) if dist.get_rank() == 0 else math.nan
 
+    def compression(self) -> float:
+        """Of the gradients' bytes, how many times less this rank had to say in the second half of the steps."""
+        if not isinstance(self._model, DistributedDataParallel):
+            return 0.0
+        said: dict[int, float] = {}
+        for span in self._model.trace().of_kind("message"):
+            said[span.step] = said.get(span.step, 0.0) + span.args["nbytes"]
+        late = [said[step] for step in sorted(said)[len(said) // 2 :]]
+        return len(late) * sum(p.nbytes for p in self._module.parameters()) / sum(late)
+
     def close(self) -> None:
         if isinstance(self._model, DistributedDataParallel):
             self._model.close()
@@ -251,9 +261,11 @@ def work(job: Job, tell: Callable[[Training], None]) -> None:
                 seconds += trained.train(until - done)
                 done = until
                 evaluations.append(Evaluation(step=done, seconds=seconds, value=trained.evaluate()))
+            compression = trained.compression()
             trained.close()
             words = f"stock DDP, buckets of {bucket_mb} MB" if name == BEST_DDP else recipe
-            tell(Training(method=name, recipe=words, seed=seed, evaluations=tuple(evaluations)))
+            found = {"evaluations": tuple(evaluations), "compression": compression}
+            tell(Training(method=name, recipe=words, seed=seed, **found))
 
 
 def _under(recipe: str) -> Wrap:
@@ -338,6 +350,7 @@ def show(comparison: Comparison) -> None:
     for method in comparison.methods:
         mean = statistics.fmean(training.last for training in comparison.of(method))
         words = f"{method:28} {mean:8.3f} {comparison.unit}"
+        words += f"  {statistics.fmean(training.compression for training in comparison.of(method)):7.1f}x"
         if method in comparison.differences:
             difference = comparison.differences[method]
             words += f"   {difference.mean:+.3f}"

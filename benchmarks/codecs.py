@@ -7,22 +7,29 @@ from the first message to the closing conversation, as a rank does it in a step;
 turns with a copy of as many bytes into memory that is there; ratios are taken between neighbours. One codec after the
 other, since memory that waits for its turn is not what a training has. Bar: sparse chunks take at most three times as
 long as the copy.
+
+Then the parts that have a bar of their own: to encode and decode as many elements (1 GB of float32 a second), and to
+choose a hundredth of 25 million by a sampled threshold, against `torch.topk` (five times as fast).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from gradientflow.bench.bakeoff import this_machine
 from gradientflow.bench.results import Machine, Ratio
-from gradientflow.compress import Codec, Feedback, Momentum, Parcel
+from gradientflow.compress import Answer, Codec, Conversation, Feedback, Momentum, Parcel, alone
+from gradientflow.compress.quantize import Codes, Int8, Qsgd, Scheme, Sign
+from gradientflow.compress.sparsify import about_largest, largest
 from gradientflow.documents import Document, Record, check_writable
 from gradientflow.errors import UserError
 from gradientflow.lab.workloads import load
@@ -31,7 +38,23 @@ from gradientflow.recipe import Recipe, as_recipe
 from gradientflow.rundir import now
 from gradientflow.runtime.pool import Pool
 
-RECIPES = ("lazy+fp16", "lazy+bf16", "lazy+csc", "lazy+csc+fp16", "lazy+csc+bf16")
+RECIPES = (
+    "lazy+fp16",
+    "lazy+bf16",
+    "lazy+csc",
+    "lazy+csc+fp16",
+    "lazy+csc+bf16",
+    "lazy+int8",
+    "lazy+efsign",
+    "lazy+qsgd:4",
+    "lazy+topk:1%:sampled",
+    "lazy+dgc:1%",
+    "lazy+randomk:1%",
+    "lazy+powersgd:2",
+)
+SCHEMES: dict[str, Scheme] = {"int8": Int8(), "efsign": Sign(), "qsgd:8": Qsgd(8), "qsgd:4": Qsgd(4)}
+CHOSEN_FROM = 25_000_000
+DENSITIES = (0.01, 0.001)
 WITH_MOMENTUM = " with momentum"
 
 
@@ -41,6 +64,22 @@ class Row(Record):
     to_copy: Ratio
 
 
+class Rate(Record):
+    """Of encoding and decoding: gigabytes of float32 a second."""
+
+    codec: str
+    encode: float
+    decode: float
+    both: float
+
+
+class Choosing(Record):
+    """By a sampled threshold, against torch.topk."""
+
+    density: float
+    speedup: Ratio
+
+
 class Codecs(Document):
     command: str
     started: str
@@ -48,6 +87,8 @@ class Codecs(Document):
     workload: str
     numel: int
     rows: tuple[Row, ...]
+    rates: tuple[Rate, ...]
+    choosing: tuple[Choosing, ...]
 
 
 class Rank:
@@ -76,12 +117,19 @@ class Rank:
         if isinstance(self._codec, Feedback):
             self._codec.begin(self._momenta)
         for parcel in self._parcels:
-            for _ in self._codec.converse(parcel):
-                pass
+            _talk(self._codec.converse(parcel))
         if isinstance(self._codec, Feedback):
-            for _ in self._codec.close():
-                pass
+            _talk(self._codec.close())
             assert self._codec.settle()
+
+
+def _talk(conversation: Conversation) -> None:
+    answer: Answer = None
+    try:
+        while True:
+            answer = alone(conversation.send(answer))
+    except StopIteration:
+        return
 
 
 def copier(profile: Profile) -> Callable[[], None]:
@@ -112,6 +160,33 @@ def measure(workload: str, rounds: int) -> tuple[int, list[Row]]:
     return profile.numel, rows
 
 
+def rates(numel: int, rounds: int) -> Iterator[Rate]:
+    values, found = torch.randn(numel), torch.zeros(numel)
+    generator = torch.Generator().manual_seed(0)
+    for name, scheme in SCHEMES.items():
+        codes = Codes(scheme, math.ceil(numel / scheme.block) * scheme.block, values.device)
+        write_s, read_s = [], []
+        for _ in range(1 + rounds):
+            write_s.append(
+                _timed(lambda c=codes: c.write(values, None, lambda rows: torch.rand(rows.shape, generator=generator)))
+            )
+            read_s.append(_timed(lambda c=codes: c.read(found)))
+        encode_s, decode_s = median(write_s[1:]), median(read_s[1:])
+        gigabytes = values.nbytes / 1e9
+        both = gigabytes / (encode_s + decode_s)
+        yield Rate(codec=name, encode=gigabytes / encode_s, decode=gigabytes / decode_s, both=both)
+
+
+def choosing(rounds: int) -> Iterator[Choosing]:
+    values = torch.randn(CHOSEN_FROM)
+    for density in DENSITIES:
+        number, ratios = round(density * CHOSEN_FROM), []
+        for _ in range(rounds):
+            exact_s = _timed(lambda k=number: largest(values, k))
+            ratios.append(exact_s / _timed(lambda k=number: about_largest(values, k)))
+        yield Choosing(density=density, speedup=Ratio.of(ratios))
+
+
 def _timed(call: Callable[[], None]) -> float:
     start_s = time.perf_counter()
     call()
@@ -130,6 +205,7 @@ def main() -> None:
         torch.set_num_threads(1)
         with torch.no_grad():
             numel, rows = measure(given.workload, given.rounds)
+            speeds, choices = tuple(rates(numel, given.rounds)), tuple(choosing(given.rounds))
     except UserError as error:
         raise SystemExit(f"codecs.py: {error}") from None
     for row in rows:
@@ -138,6 +214,12 @@ def main() -> None:
         print(
             f"{row.codec:<28} {middle_ms:7.1f} ms   to a copy {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
         )
+    for rate in speeds:
+        print(f"{rate.codec:<28} encodes {rate.encode:.2f}, decodes {rate.decode:.2f}, both {rate.both:.2f} GB/s")
+    for choice in choices:
+        ratio = choice.speedup
+        words = f"{ratio.median:.1f} ({ratio.low:.1f} to {ratio.high:.1f}) times as fast as torch.topk"
+        print(f"{choice.density:.1%} of {CHOSEN_FROM} by a sampled threshold: {words}")
     if given.out:
         Codecs(
             command=shlex.join(["python", *sys.argv]),
@@ -146,6 +228,8 @@ def main() -> None:
             workload=given.workload,
             numel=numel,
             rows=tuple(rows),
+            rates=speeds,
+            choosing=choices,
         ).write(given.out)
 
 

@@ -34,6 +34,8 @@ class Training(Record):
     recipe: str
     seed: int
     evaluations: tuple[Evaluation, ...] = Field(min_length=1)
+    #: Of the gradients' bytes, how many times less a rank had to say in the second half of the steps; 0: not known.
+    compression: float = 0.0
 
     @property
     def last(self) -> float:

@@ -22,6 +22,7 @@ from gradientflow.compress.codec import (
     Sum,
     Swap,
     Traffic,
+    alone,
     imagined,
     summed_nbytes,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Sum",
     "Swap",
     "Traffic",
+    "alone",
     "bf16",
     "fp16",
     "imagined",

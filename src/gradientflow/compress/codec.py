@@ -66,6 +66,13 @@ Answer = Sequence[torch.Tensor] | None
 Conversation = Generator[Question, Answer, None]
 
 
+def alone(question: Question) -> Answer:
+    """What a world of one answers."""
+    if isinstance(question, Sum):
+        return None
+    return [question.tensor] if isinstance(question, Gather) else question.outgoing
+
+
 class Parcel(NamedTuple):
     """A message of the plan as a codec sees it."""
 

@@ -144,7 +144,7 @@ class Quantized(Plain):
         draw = self._drawing(parcel.number, total.device)
         shard = self._shard(len(total))
         bounds = [(min(k * shard, len(total)), min((k + 1) * shard, len(total))) for k in range(self._world)]
-        outgoing = [_Codes(self._scheme, shard, total.device) for _ in bounds]
+        outgoing = [Codes(self._scheme, shard, total.device) for _ in bounds]
         for codes, (start, stop) in zip(outgoing, bounds, strict=True):
             values = total[start:stop]
             codes.write(values, None if self.forgets else values, draw)
@@ -153,7 +153,7 @@ class Quantized(Plain):
         start, stop = bounds[self._rank]
         mine = torch.zeros(stop - start, device=total.device)
         for flat in arrived:
-            _Codes(self._scheme, shard, total.device, flat).read(mine, add=True)
+            Codes(self._scheme, shard, total.device, flat).read(mine, add=True)
         left_over = None if self.forgets else total[start:stop].add_(mine)
         summed = outgoing[self._rank]
         summed.write(mine, left_over, draw)
@@ -162,7 +162,7 @@ class Quantized(Plain):
         in_place = len(parcel.values) == 1 and parcel.dtype == torch.float32
         result = parcel.values[0] if in_place else mine.new_empty(len(total))
         for flat, (start, stop) in zip(gathered, bounds, strict=True):
-            _Codes(self._scheme, shard, total.device, flat).read(result[start:stop])
+            Codes(self._scheme, shard, total.device, flat).read(result[start:stop])
         if not in_place:
             write_out(parcel, result, unit)
         elif unit != 1.0:
@@ -185,7 +185,7 @@ class Quantized(Plain):
         return lambda like: torch.rand(like.shape, generator=generator).to(device)
 
 
-class _Codes:
+class Codes:
     """The codes of one shard: `flat` is what travels."""
 
     def __init__(self, scheme: Scheme, shard: int, device: torch.device, flat: torch.Tensor | None = None) -> None:

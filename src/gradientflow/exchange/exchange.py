@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradientflow.compress import Answer, Conversation, Gather, Question, Sum, Swap
+from gradientflow.compress import Answer, Conversation, Gather, Question, Swap, alone
 from gradientflow.errors import DeadlineError, DisagreementError, TrainingError, UsageError
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, store_beside
@@ -146,7 +146,7 @@ class Exchange:
         it is queued on the current stream). `number` and `detail` say which exchange this is part of; patterns are for
         sums."""
         if self.world == 1:
-            return _alone(question)
+            return alone(question)
         self.health.enter("gradients", number, detail)
         try:
             if isinstance(question, Gather):
@@ -276,13 +276,6 @@ def drive(
             answer = exchange.answer(question, lane, number, detail, pattern)
     except StopIteration:
         return nbytes
-
-
-def _alone(question: Question) -> Answer:
-    """In a world of one."""
-    if isinstance(question, Sum):
-        return None
-    return [question.tensor] if isinstance(question, Gather) else question.outgoing
 
 
 def _default_lanes(backend: str) -> int:
