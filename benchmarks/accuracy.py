@@ -230,7 +230,7 @@ class Trained:
         if not isinstance(self._model, DistributedDataParallel):
             return 0.0
         said: dict[int, float] = {}
-        for span in self._model.trace().of_kind("message"):
+        for span in self._model.flow.trace().of_kind("message"):
             said[span.step] = said.get(span.step, 0.0) + span.args["nbytes"]
         late = [said[step] for step in sorted(said)[len(said) // 2 :]]
         return len(late) * sum(p.nbytes for p in self._module.parameters()) / sum(late)
