@@ -172,6 +172,11 @@ class Recipe(Record):
         return tuple(dict.fromkeys([self.exchange.name, *small]))
 
     @property
+    def mesh(self) -> bool:
+        """Whether ranks may have something for each of the others."""
+        return isinstance(self.codec(), Feedback)
+
+    @property
     def over_mpi(self) -> bool:
         return self.exchange.name == "mpi"
 

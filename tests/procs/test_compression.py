@@ -153,7 +153,7 @@ def laws(schedule: str) -> tuple[list[torch.Tensor], list[float]]:
 
 @pytest.mark.parametrize(
     ("world", "schedule"),
-    [(1, "lazy:60KB"), (2, "lazy:60KB-ring"), (3, "lazy:60KB"), (4, "bytescheduler:50KB"), (5, "lazy:60KB")],
+    [(1, "lazy:60KB"), (2, "lazy:60KB-ring"), (3, "lazy:60KB"), (4, "bytescheduler:50KB"), (5, "lazy:60KB-ring")],
 )
 def test_every_codec_loses_nothing_and_keeps_ranks_alike(world: int, schedule: str) -> None:
     everyone = run_ranks(world, laws, schedule)
@@ -818,3 +818,24 @@ def test_of_two_wrappers_only_the_one_that_keeps_momentum_may_use_it() -> None:
     for said in run_ranks(2, two_wrappers_around_one_model):
         assert ["keeps the optimizer's momentum" in words for words in said] == [False, True, True, False]
         assert not said[0] and not said[3]
+
+
+def weighs() -> tuple[torch.Tensor, list[bool], bool]:
+    """Weights; which messages go as they are in the end; and whether ranks had to be told."""
+    model = build("cnn", torch.float32, seed=0)
+    optimizer = optimizer_of(model, "sgd")
+    with gf.attach(model, optimizer, "lazy:60KB+int8") as flow:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, "cnn", dist.get_rank(), step, torch.float32).backward()
+            optimizer.step()
+        plan = flow.plan
+    dense = [message.dense for message in plan.messages]
+    return weights(model), dense, "go as they are" in plan.explain()
+
+
+def test_ranks_agree_on_what_a_codec_pays_for() -> None:
+    everyone = run_ranks(3, weighs)
+    for ended, dense, said in everyone:
+        assert torch.equal(ended, everyone[0][0]) and dense == everyone[0][1]
+        assert said == any(dense)

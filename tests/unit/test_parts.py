@@ -281,6 +281,38 @@ def test_half_precision_beside_a_codec_that_packs_itself_is_refused() -> None:
             PARTS[name]("", fp16())
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_messages_for_which_it_does_not_pay_go_as_they_are(name: str) -> None:
+    """Beside others that do not; and what waited when that was decided is sent at once."""
+    ranks = ranks_of(name, 3)
+    for number in range(3):
+        step(ranks, gradients_of(3, number))
+    before = sum(rank.held().double() for rank in ranks)
+    for place, rank in enumerate(ranks):
+        dense = [parcel.number in (0, 3) for parcel in rank.parcels]
+        rank.parcels = [
+            parcel._replace(message=parcel.message.model_copy(update={"dense": is_dense}))
+            for parcel, is_dense in zip(rank.parcels, dense, strict=True)
+        ]
+        rank.codec.lay_out(rank.parcels, place, 3, "another plan")
+    gradients = gradients_of(3, 9)
+    for _ in range(2):
+        assert step(ranks, gradients)
+        sent = ranks[0].got().double()
+        assert all(torch.equal(rank.got(), ranks[0].got()) for rank in ranks)
+        left_over = sum(rank.held().double() for rank in ranks)
+        given = sum(gradient.double() for gradient in gradients) / 3 + before
+        whole = slice(0, SIZES["a.weight"])
+        assert torch.allclose(sent[whole], given[whole], atol=1e-5) and not left_over[whole].any()
+        if name not in FORGET:
+            assert torch.allclose(sent + left_over, given, atol=2e-5)
+        before = left_over
+    assert name in FORGET or left_over.any()
+    spoilt = gradients_of(3, 5)
+    spoilt[2][7] = math.inf  # in a message that goes as it is
+    assert not step(ranks, spoilt)
+
+
 # - Choosing elements
 
 

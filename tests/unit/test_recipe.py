@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradientflow.cost.table import Line, Paying
 from gradientflow.errors import DocumentError, RecipeError
+from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Choice, Recipe, as_recipe
 from gradientflow.sync import ASP, BSP, Sync
 
@@ -124,3 +126,18 @@ def test_a_wrong_file_names_file_field_and_expectation(tmp_path: Path, content: 
     with pytest.raises(DocumentError, match=complaint) as caught:
         Recipe.read(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_codec_is_for_messages_that_gain_by_it() -> None:
+    """From 100 bytes on; what is smaller goes as it is, and the plan says so."""
+    tensors = tuple(TensorProfile(name=f"t{n}", shape=(size,)) for n, size in enumerate((5, 50, 5000)))
+    encoded, dense = Line(alpha_s=1e-3, beta_s_per_byte=1e-9), Line(alpha_s=1e-6, beta_s_per_byte=1e-5)
+    recipe = Recipe.parse("wfbp+int8").check()
+    assert recipe.needs_cost and recipe.weighs
+    plan = recipe.plan(Profile(tensors=tensors), num_lanes=1, cost=Paying(encoded, dense))
+    assert {message.numel: message.dense for message in plan.messages} == {5: True, 50: False, 5000: False}
+    assert "1 of 3 messages go as they are" in plan.explain()
+    without = recipe.plan(Profile(tensors=tensors), num_lanes=1)
+    assert not any(message.dense for message in without.messages) and without.digest != plan.digest
+    for always in ("wfbp+int8:always", "wfbp+signsgd", "wfbp+fp16", "wfbp"):
+        assert not Recipe.parse(always).weighs

@@ -62,6 +62,7 @@ class Exchange:
     patterns: names of the patterns that messages may be carried by, beside the group's own all-reduce.
     address: at which the other ranks reach this one; for patterns.
     mpi: sums go over MPI instead of the group.
+    mesh: what a codec gathers or swaps goes over connections of our own too, if there are patterns.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Exchange:
         patterns: Sequence[str] = (),
         address: str = LOOPBACK,
         mpi: bool = False,
+        mesh: bool = False,
         previous: Exchange | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
@@ -90,6 +92,7 @@ class Exchange:
         if mpi and device.type != "cpu":
             raise UsageError(f"the model is on {device.type}: -mpi runs on CPUs only; use -a2a")
         self._group, self._device, self._address, self._over_mpi = group, device, address, mpi
+        self._mesh = mesh and bool(patterns)
         self._abandoned = False
         self._num_broadcasts = 0
         #: How often its members have met again, whatever came of it: where they met, things lie about.
@@ -138,8 +141,10 @@ class Exchange:
     def _connect(self) -> None:
         links = Links(self._address, self.control, self.rank, self.deadline_s)
         patterns = {name: _pattern(name, links.addresses) for name in self.patterns}
-        links.connect({peer for pattern in patterns.values() for peer in peers_of(pattern, self.rank)}, self.num_lanes)
-        self._staged = Staged(links, patterns, self.rank, self.num_lanes)
+        everyone = [rank for rank in range(self.world) if rank != self.rank] if self._mesh else []
+        peers = {peer for pattern in patterns.values() for peer in peers_of(pattern, self.rank)}
+        links.connect(peers.union(everyone), self.num_lanes)
+        self._staged = Staged(links, patterns, self.rank, self.num_lanes, everyone)
 
     def answer(self, question: Question, lane: int, number: int = 0, detail: str = "", pattern: str = NATIVE) -> Answer:
         """Carry out a codec's question, a sum in place. Returns when the result is there (on an accelerator: when
@@ -151,8 +156,15 @@ class Exchange:
         try:
             if isinstance(question, Gather):
                 into = question.tensor.new_empty((self.world, question.tensor.numel()))
-                self._wait(self._sums.all_gather(into, question.tensor, lane))
+                if self._mesh:
+                    self._swap([question.tensor.view(-1)] * self.world, into.unbind(), lane)
+                else:
+                    self._wait(self._sums.all_gather(into, question.tensor, lane))
                 return into.unbind()
+            if isinstance(question, Swap) and self._mesh:
+                places = [question.outgoing[0].new_empty(size) for size in question.incoming]
+                self._swap(question.outgoing, places, lane)
+                return places
             if isinstance(question, Swap):
                 sizes = list(question.incoming)
                 outgoing = torch.cat([tensor.view(-1) for tensor in question.outgoing])
@@ -218,7 +230,7 @@ class Exchange:
 
     def renewed(self) -> Exchange:
         """Another exchange with the same members, after this one was abandoned on all of them. Collective."""
-        ways = (self.patterns, self._address, self._over_mpi)
+        ways = (self.patterns, self._address, self._over_mpi, self._mesh)
         return Exchange(self._group, self._device, self.num_lanes, self.deadline_s, *ways, self)
 
     def close(self) -> None:
@@ -231,6 +243,12 @@ class Exchange:
     def _run(self, pattern: str, values: torch.Tensor, lane: int) -> None:
         try:
             self._staged.run(pattern, values.view(-1), lane, self._look, min(LOOK_S, self.deadline_s))
+        except OSError as error:
+            raise self._broken(str(error)) from error
+
+    def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], lane: int) -> None:
+        try:
+            self._staged.swap(outgoing, incoming, lane, self._look, min(LOOK_S, self.deadline_s))
         except OSError as error:
             raise self._broken(str(error)) from error
 

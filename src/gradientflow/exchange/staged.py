@@ -107,7 +107,10 @@ def owned(pattern: Pattern, rank: int, numel: int, itemsize: int) -> list[tuple[
 class Staged:
     """The executor: one message a lane at a time, in the calling thread."""
 
-    def __init__(self, links: Links, patterns: Mapping[str, Pattern], rank: int, num_lanes: int) -> None:
+    def __init__(
+        self, links: Links, patterns: Mapping[str, Pattern], rank: int, num_lanes: int, everyone: Sequence[int] = ()
+    ) -> None:
+        """everyone: all other ranks, if there are connections to them."""
         self._rank = rank
         self._links, self._patterns = links, patterns
         self._programs: dict[tuple[str, int, int], Program] = {}
@@ -116,6 +119,7 @@ class Staged:
             for name, pattern in self._patterns.items()
             for lane in range(num_lanes)
         }
+        self._mesh = [{peer: links.wire(lane, peer) for peer in everyone} for lane in range(num_lanes)]
         self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(num_lanes)]
 
     @classmethod
@@ -143,6 +147,34 @@ class Staged:
             under_way[turn.strip] = _UnderWay.begin(turn, wires, ours, beside, values.itemsize)
         for last in under_way.values():
             last.finish(wires, values, scratch, look, look_s)
+
+    def swap(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        lane: int,
+        look: Callable[[], None],
+        look_s: float,
+    ) -> None:
+        """Each rank's tensor to it, and its into the place of the same number; all at once, empty ones not at all."""
+        wires = self._mesh[lane]
+        receives, sends = [], []
+        for shift in range(1, len(outgoing)):  # not all to the same one first
+            peer = (self._rank + shift) % len(outgoing)
+            if incoming[peer].numel():
+                receives.append((wires[peer], wires[peer].receive(_bytes(incoming[peer]))))
+            if outgoing[peer].numel():
+                sends.append((wires[peer], wires[peer].send(_bytes(outgoing[peer]))))
+        wait(
+            wires.values(),
+            lambda: (
+                all(wire.num_received >= number for wire, number in receives)
+                and all(wire.num_sent >= number for wire, number in sends)
+            ),
+            look,
+            look_s,
+        )
+        incoming[self._rank].copy_(outgoing[self._rank])
 
     def scratch_nbytes(self, name: str, nbytes: int) -> int:
         """What a message of `nbytes` needs beside itself."""

@@ -120,7 +120,9 @@ def open_flow(
     gated = _may_gate(gate, chosen, model, optimizer, options, dist.get_world_size(group))
     options = dataclasses.replace(options, gate=gated, gradients_are_views=options.gradients_are_views or gated)
     mpi = chosen.over_mpi and settings.on
-    exchange = Exchange(group, _device(model), chosen.lanes, deadline_s, chosen.patterns, settings.address, mpi)
+    exchange = Exchange(
+        group, _device(model), chosen.lanes, deadline_s, chosen.patterns, settings.address, mpi, chosen.mesh
+    )
     try:
         guess = profile or in_order_of_registration(model, options.ignored)
         observe = profile is None or chosen.needs_cost

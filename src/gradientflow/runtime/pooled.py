@@ -304,9 +304,9 @@ class PooledFlow(Flow):
             by_size = self.recipe.exchange.name == "best"
             weighs = self.recipe.weighs
             self._cost = measure_cost(exchange, EXACT if weighs else self._codec, device, self._step, by_size)
-            fresh = self.recipe.settled().codec()
-            if weighs and isinstance(fresh, Feedback) and exchange.world > 1:
-                self._cost = measure_paying(exchange, fresh, self._cost, device, self._step)
+            if weighs and exchange.world > 1:
+                new_codec = self.recipe.settled().codec
+                self._cost = measure_paying(exchange, new_codec, self._cost, device, self._step)
         gated = self._gate is not None and not self._gate_shut
         whole = self._replanning.agreed(self._step)
         # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair. The

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -42,16 +43,20 @@ def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: i
     return Best({name: Encoded(Steps(table, 1, fraction), compute_s_per_byte) for name, table in tables.items()})
 
 
-def measure_paying(exchange: Exchange, codec: Feedback, dense: Cost, device: torch.device, step: int) -> Paying:
+def measure_paying(
+    exchange: Exchange, new_codec: Callable[[], Codec], dense: Cost, device: torch.device, step: int
+) -> Paying:
     """What messages take by a codec, measured as they are talked about: encoding, decoding, wire. Collective.
 
-    codec: a new one, of the long run."""
+    new_codec: as it is in the long run."""
     pattern = next(iter(exchange.patterns), NATIVE) if len(exchange.patterns) < 3 else NATIVE
     points = []
     for nbytes in SIZES:
         shape = (2 ** (nbytes.bit_length() // 2 - 1), nbytes // 4 // 2 ** (nbytes.bit_length() // 2 - 1))
         values = torch.randn(shape, generator=torch.Generator().manual_seed(exchange.rank)).to(device).view(-1)
         parcel = imagined([shape], values.dtype)._replace(values=[values.clone()])
+        codec = new_codec()
+        assert isinstance(codec, Feedback)
         codec.lay_out([parcel], exchange.rank, exchange.world, f"{nbytes} bytes")
         times_s = []
         for _ in range(SETTLING + REPEATS):
