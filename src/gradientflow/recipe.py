@@ -234,14 +234,8 @@ class Recipe(Record):
         return parts[0] if parts else wire or EXACT
 
     def settled(self) -> Recipe:
-        """As it runs in the long run: without warm-up."""
-        codecs = tuple(
-            choice.model_copy(update={"argument": f"{choice.argument}:warmup=0".removeprefix(":")})
-            if choice.name in KINDS and "warmup" in KINDS[choice.name].takes
-            else choice
-            for choice in self.codecs
-        )
-        return self.model_copy(update={"codecs": codecs})
+        """As it runs in the long run: without warm-up, at the density that a guard ends with."""
+        return self.model_copy(update={"codecs": tuple(_settled(choice) for choice in self.codecs)})
 
     @property
     def lanes(self) -> int:
@@ -282,6 +276,13 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if not isinstance(recipe, Recipe | str):
         raise RecipeError(f"expected a recipe such as 'lazy', found {recipe!r}")
     return (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).check()
+
+
+def _settled(codec: Choice) -> Choice:
+    if codec.name not in KINDS or "warmup" not in KINDS[codec.name].takes:
+        return codec
+    words = [word for word in codec.argument.split(":") if word and not word.startswith("guard=")]
+    return codec.model_copy(update={"argument": ":".join([*words, "warmup=0"])})
 
 
 def _codec(text: str, codec: str) -> Choice:

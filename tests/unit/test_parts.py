@@ -385,7 +385,7 @@ def test_qsgd_is_right_on_average_and_its_variance_is_bounded(bits: int) -> None
 
 
 def test_a_sign_has_the_mean_magnitude_of_its_block() -> None:
-    values = torch.randn(2048)
+    values = torch.randn(2 * Sign.block)
     found = encoded(Sign(), values).view(2, -1)
     assert torch.equal(found > 0, values.view(2, -1) >= 0)
     assert torch.allclose(found.abs(), values.view(2, -1).abs().mean(1, keepdim=True).expand_as(found), rtol=1e-5)

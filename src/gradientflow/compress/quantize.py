@@ -27,7 +27,7 @@ PIECE = 64 * 1024
 #: Elements that share a scale.
 INT8_BLOCK = 256
 QSGD_BUCKET = 512
-SIGN_BLOCK = 1024
+SIGN_BLOCK = 128
 
 #: Numbers from 0 to 1, as many as there are in a tensor.
 Draw = Callable[[torch.Tensor], torch.Tensor]
