@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from gradientflow.compress import Conversation, Gather, Parcel, Swap
+from gradientflow.compress import Conversation, Feedback, Gather, Parcel, Swap
 from gradientflow.plan import Message, Slice
 
 
@@ -39,6 +40,21 @@ def converse(conversations: Sequence[Conversation]) -> tuple[int, int]:
             for tensor in same:
                 tensor.copy_(total)
         answers = [None] * len(conversations)
+
+
+class HasCodec(Protocol):
+    codec: Feedback
+    parcels: list[Parcel]
+
+
+def converse_about_all(ranks: Sequence[HasCodec]) -> bool:
+    """All messages of a step, and what closes it: whether it counts."""
+    for number in range(len(ranks[0].parcels)):
+        converse([rank.codec.converse(rank.parcels[number]) for rank in ranks])
+    converse([rank.codec.close() for rank in ranks])
+    counted = [rank.codec.settle() for rank in ranks]
+    assert len(set(counted)) == 1, "ranks do not agree"
+    return counted[0]
 
 
 def _ask(conversation: Conversation, answer: object) -> object:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conversations import converse, parcels
+from conversations import converse, converse_about_all, parcels
 from gradientflow.compress import PARTS, Feedback, Momentum, Parcel, bf16, fp16, imagined
 from gradientflow.compress.csc import most_important
 from gradientflow.compress.feedback import MOMENTUM, RESIDUAL, summed
@@ -55,12 +55,7 @@ def step(ranks: list[Rank], gradients: list[torch.Tensor], momentum: Momentum = 
     for rank, gradient in zip(ranks, gradients, strict=True):
         rank.codec.begin(dict.fromkeys(NAMES, momentum), unit)
         rank.give(gradient * unit)
-    for number in range(len(ranks[0].parcels)):
-        converse([rank.codec.converse(rank.parcels[number]) for rank in ranks])
-    converse([rank.codec.close() for rank in ranks])
-    counted = [rank.codec.settle() for rank in ranks]
-    assert len(set(counted)) == 1, "ranks do not agree"
-    return counted[0]
+    return converse_about_all(ranks)
 
 
 def ranks_of(world: int, argument: str = "0.1:warmup=0", wire=None, dtype=torch.float32) -> list[Rank]:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from conversations import converse
+from conversations import converse, converse_about_all
 from gradientflow.compress import PARTS, Feedback, Parcel
 from gradientflow.compress.feedback import RESIDUAL
 from gradientflow.compress.guard import EVERY, WHOLE
@@ -132,10 +132,7 @@ def test_a_step_that_does_not_count_decides_nothing() -> None:
         rank.codec.begin({}, rate=0.1)
         rank.give()
     ranks[1].views[0][7] = float("nan")
-    for number in range(2):
-        converse([rank.codec.converse(rank.parcels[number]) for rank in ranks])
-    converse([rank.codec.close() for rank in ranks])
-    assert not any([rank.codec.settle() for rank in ranks])
+    assert not converse_about_all(ranks)
     assert ranks[0].codec.guard.state_dict() == before
 
 

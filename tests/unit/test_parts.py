@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from conversations import converse
+from conversations import converse, converse_about_all
 from gradientflow.compress import PARTS, Feedback, Momentum, Parcel, fp16
 from gradientflow.compress.feedback import MOMENTUM, RESIDUAL, summed
 from gradientflow.compress.lowrank import PowerSgd, orthonormal
@@ -93,16 +93,11 @@ def gradients_of(world: int, seed: int, dtype=torch.float32) -> list[torch.Tenso
 
 
 def step(ranks: list[Rank], gradients: list[torch.Tensor], momentum: float = 0.0, unit: float = 1.0) -> bool:
-    """Whether it counted. Every message asks for what `traffic` says."""
+    """Whether it counted."""
     for rank, gradient in zip(ranks, gradients, strict=True):
         rank.codec.begin(dict.fromkeys(SIZES, Momentum(momentum)), unit)
         rank.give(gradient * unit)
-    for number in range(len(ranks[0].parcels)):
-        converse([rank.codec.converse(rank.parcels[number]) for rank in ranks])
-    converse([rank.codec.close() for rank in ranks])
-    counted = [rank.codec.settle() for rank in ranks]
-    assert len(set(counted)) == 1, "ranks do not agree"
-    return counted[0]
+    return converse_about_all(ranks)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -293,8 +293,15 @@ class Bakeoff:
             cpu_s=cpu_s,
             cpu_share=share,
             peak_memory_bytes=max(nbytes for _, nbytes in everyone),
-            notes=(*self._row_notes[name], *(["CPU-bound"] if share > CPU_BOUND else [])),
+            notes=(*self._row_notes[name], *self._about_codec(name), *(["CPU-bound"] if share > CPU_BOUND else [])),
         )
+
+    def _about_codec(self, name: str) -> list[str]:
+        """How many messages it did not pay for."""
+        model = self._models[name]
+        messages = model.flow.plan.messages if isinstance(model, DistributedDataParallel) else ()
+        num_dense = sum(message.dense for message in messages)
+        return [f"{num_dense} of {len(messages)} messages without the codec"] if num_dense else []
 
     def _bytes_per_s(self) -> float:
         return goodput(self._spec.rate) / 8 if self._spec.rate else float("inf")

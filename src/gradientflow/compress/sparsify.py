@@ -122,6 +122,19 @@ class _Sparse(Plain):
     def clear_sent(self, parcel: Parcel, values: torch.Tensor) -> None:
         values[self._sent[parcel.number]] = 0.0
 
+    def _gather(
+        self, parcel: Parcel, total: torch.Tensor, chosen: torch.Tensor, number: int, unit: float
+    ) -> Conversation:
+        """What each rank has chosen for itself, at most `number` elements."""
+        self._sent[parcel.number] = chosen
+        if not number:
+            return
+        packed = _packed(Chosen(chosen, total[chosen]), number)
+        total[chosen] = 0.0
+        gathered = yield Gather(packed)
+        assert gathered is not None
+        _add_up(parcel, total, (_unpacked(theirs, total.dtype) for theirs in gathered), unit)
+
     def _numel(self, parcel: Parcel) -> int:
         return sum(stop - start for _, shape, _, start, stop in pieces(parcel) if self.takes(shape))
 
@@ -139,12 +152,7 @@ class TopK(_Sparse):
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         number = self._number(parcel)
-        chosen = self._sent[parcel.number] = self._choose(total, number)
-        packed = _packed(Chosen(chosen, total[chosen]), number)
-        total[chosen] = 0.0
-        gathered = yield Gather(packed)
-        assert gathered is not None
-        _add_up(parcel, total, (_unpacked(bytes_, total.dtype) for bytes_ in gathered), unit)
+        yield from self._gather(parcel, total, self._choose(total, number), number, unit)
 
     def traffic(self, parcel: Parcel, density: float, world: int) -> Traffic:
         nbytes = math.ceil(density * self._numel(parcel)) * (INDEX_NBYTES + _itemsize(parcel))
@@ -160,17 +168,10 @@ class Threshold(_Sparse):
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         # Values are shares of a mean: gradients divided by ranks.
-        chosen = self._sent[parcel.number] = above(total, self._threshold / self._world)
+        chosen = above(total, self._threshold / self._world)
         numbers = yield Gather(torch.tensor([len(chosen)], device=total.device))
         assert numbers is not None
-        most = max(int(number) for number in numbers)
-        if not most:
-            return
-        packed = _packed(Chosen(chosen, total[chosen]), most)
-        total[chosen] = 0.0
-        gathered = yield Gather(packed)
-        assert gathered is not None
-        _add_up(parcel, total, (_unpacked(bytes_, total.dtype) for bytes_ in gathered), unit)
+        yield from self._gather(parcel, total, chosen, max(int(number) for number in numbers), unit)
 
     def traffic(self, parcel: Parcel, density: float, world: int) -> Traffic:
         """If nothing is above the threshold: nobody knows before."""
