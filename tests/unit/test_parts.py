@@ -291,7 +291,7 @@ def test_messages_for_which_it_does_not_pay_go_as_they_are(name: str) -> None:
         ]
         rank.codec.lay_out(rank.parcels, place, 3, "another plan")
     gradients = gradients_of(3, 9)
-    for _ in range(2):
+    for _ in range(4):  # after some steps a message that always goes so is not even looked at
         assert step(ranks, gradients)
         sent = ranks[0].got().double()
         assert all(torch.equal(rank.got(), ranks[0].got()) for rank in ranks)

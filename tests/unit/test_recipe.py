@@ -134,7 +134,7 @@ def test_a_codec_is_for_messages_that_gain_by_it() -> None:
     encoded, dense = Line(alpha_s=1e-3, beta_s_per_byte=1e-9), Line(alpha_s=1e-6, beta_s_per_byte=1e-5)
     recipe = Recipe.parse("wfbp+int8").check()
     assert recipe.needs_cost and recipe.weighs
-    plan = recipe.plan(Profile(tensors=tensors), num_lanes=1, cost=Paying(encoded, dense))
+    plan = recipe.plan(Profile(tensors=tensors), num_lanes=1, cost=Paying(encoded, dense, dense))
     assert {message.numel: message.dense for message in plan.messages} == {5: True, 50: False, 5000: False}
     assert "1 of 3 messages go as they are" in plan.explain()
     without = recipe.plan(Profile(tensors=tensors), num_lanes=1)

@@ -34,6 +34,8 @@ from gradientflow.errors import UsageError
 
 RESIDUAL = "residual"
 MOMENTUM = "momentum"
+#: Steps after which both memories of a message that goes as it is are empty.
+CLEARED = 2
 
 
 class Momentum(NamedTuple):
@@ -85,6 +87,7 @@ class Feedback:
         self._runs: dict[int, list[list[tuple[int, int, Momentum]]]] = {}
         #: Steps that counted.
         self._num_steps = 0
+        self._num_dense = 0  # of them, since messages that go as they are have been doing so
         self._loaded: Mapping[str, Any] | None = None
 
     @property
@@ -114,7 +117,7 @@ class Feedback:
         loaded is of the same `signature`: then it goes on as it would have.
 
         flagged: tensors of which the first flags say whether any rank has used them."""
-        self._flagged = flagged
+        self._flagged, self._num_dense = flagged, 0
         self._parcels, self._world, self._signature, self._runs = parcels, world, signature, {}
         self._slots.lay_out(parcels)
         self._slots.need(RESIDUAL)
@@ -189,11 +192,15 @@ class Feedback:
             if self.guard:
                 self.guard.commit()
             self._num_steps += 1
+            self._num_dense += 1
         return self._finite
 
     # - A message
 
     def converse(self, parcel: Parcel) -> Conversation:
+        if parcel.message.dense and self._num_dense >= CLEARED and MOMENTUM not in self._slots.kinds and not self.guard:
+            yield from self._pass_on(parcel)
+            return
         total, loose = self._slots.proposed(RESIDUAL, parcel), self._loose[parcel.number]
         if self._local_clip:
             self._clip(parcel)
@@ -224,6 +231,17 @@ class Feedback:
         if self.guard and self.guard.density(parcel.number) >= WHOLE:
             return True
         return parcel.message.dense or (self._density >= 1 and not self._part.sends_all)
+
+    def _pass_on(self, parcel: Parcel) -> Conversation:
+        """What goes as it is and has been doing so: nothing of it waits, and nothing will."""
+        if self._local_clip:
+            self._clip(parcel)
+        if self._weight != 1.0:
+            for values in parcel.values:
+                values.mul_(self._weight)
+        yield Sum(parcel.values)
+        if not all(is_finite(values) for values in parcel.values):
+            self._overflown.append(parcel.number)
 
     def _send_whole(self, parcel: Parcel, total: torch.Tensor) -> Conversation:
         """As it is; what the precision of gradients takes away is left over."""

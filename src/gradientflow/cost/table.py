@@ -218,19 +218,23 @@ class Best:
 class Paying:
     """A message by a codec where that gains a `MARGIN`, else as it is.
 
-    >>> cost = Paying(Line(alpha_s=2.0, beta_s_per_byte=0.5), Line(alpha_s=1.0, beta_s_per_byte=1.0))
+    >>> dense = Line(alpha_s=1.0, beta_s_per_byte=1.0)
+    >>> cost = Paying(Line(alpha_s=2.0, beta_s_per_byte=0.5), dense, dense)
     >>> cost.pays(1), cost.pays(10), cost.seconds(10)
     (False, True, 7.0)
     """
 
     encoded: Cost
+    #: As it is, measured in the same way.
+    plain: Cost
+    #: As it is, for planning.
     dense: Cost
 
     #: Of a message's seconds. What goes as it is is exact, too.
     MARGIN: ClassVar[float] = 0.05
 
     def pays(self, nbytes: float) -> bool:
-        return self.encoded.seconds(nbytes) < (1 - self.MARGIN) * self.dense.seconds(nbytes)
+        return self.encoded.seconds(nbytes) < (1 - self.MARGIN) * self.plain.seconds(nbytes)
 
     @property
     def beta_s_per_byte(self) -> float:

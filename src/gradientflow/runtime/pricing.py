@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import torch
@@ -46,30 +47,55 @@ def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: i
 def measure_paying(
     exchange: Exchange, new_codec: Callable[[], Codec], dense: Cost, device: torch.device, step: int
 ) -> Paying:
-    """What messages take by a codec, measured as they are talked about: encoding, decoding, wire. Collective.
+    """What messages take through a codec and without, measured as they are talked about: encoding, decoding, wire.
+    On all lanes at once, as in training: what a codec computes on one of them is missing on the others. Collective.
 
     new_codec: as it is in the long run."""
     pattern = next(iter(exchange.patterns), NATIVE) if len(exchange.patterns) < 3 else NATIVE
-    points = []
-    for nbytes in SIZES:
-        shape = (2 ** (nbytes.bit_length() // 2 - 1), nbytes // 4 // 2 ** (nbytes.bit_length() // 2 - 1))
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(exchange.rank)).to(device).view(-1)
-        parcel = imagined([shape], values.dtype)._replace(values=[values.clone()])
-        codec = new_codec()
-        assert isinstance(codec, Feedback)
-        codec.lay_out([parcel], exchange.rank, exchange.world, f"{nbytes} bytes")
-        times_s = []
-        for _ in range(SETTLING + REPEATS):
+    tables = []
+    with ThreadPoolExecutor(exchange.num_lanes, "gradientflow-pricing") as threads:
+        for make in (new_codec, lambda: EXACT):
+            points = []
+            for nbytes in SIZES:
+                trials = [_Trial(make(), exchange, nbytes, device, lane) for lane in range(exchange.num_lanes)]
+                times_s = []
+                for _ in range(SETTLING + REPEATS):
+                    start_s = time.perf_counter()
+                    for done in [threads.submit(trial.run, exchange, step, pattern) for trial in trials]:
+                        done.result()
+                    times_s.append(max(time.perf_counter() - start_s, 1e-9) / len(trials))
+                    for trial in trials:
+                        trial.settle(exchange, step)
+                points.append((nbytes, median(times_s[SETTLING:])))
+            tables.append(CostTable(points=tuple(points)))
+    encoded, plain = tables
+    return Paying(encoded, plain, dense)
+
+
+class _Trial:
+    """A message of one matrix, and a codec for it, on a lane."""
+
+    def __init__(self, codec: Codec, exchange: Exchange, nbytes: int, device: torch.device, lane: int) -> None:
+        self._lane = lane
+        rows = 2 ** (nbytes.bit_length() // 2 - 1)
+        values = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(exchange.rank)).to(device)
+        self._codec, self._values = codec, values
+        self._parcel = imagined([(rows, nbytes // 4 // rows)], values.dtype)._replace(values=[values.clone()])
+        if isinstance(codec, Feedback):
+            codec.lay_out([self._parcel], exchange.rank, exchange.world, "")
             codec.begin({})
-            parcel.values[0].copy_(values)
-            start_s = time.perf_counter()
-            drive(exchange, codec.converse(parcel), 0, step, "measure what a codec takes", pattern)
-            _finish(values)
-            times_s.append(max(time.perf_counter() - start_s, 1e-9))
-            drive(exchange, codec.close(), 0, step, "measure what a codec takes")
-            codec.settle()
-        points.append((nbytes, median(times_s[SETTLING:])))
-    return Paying(CostTable(points=tuple(points)), dense)
+
+    def run(self, exchange: Exchange, step: int, pattern: str) -> None:
+        with torch.no_grad():
+            drive(exchange, self._codec.converse(self._parcel), self._lane, step, "measure what a codec takes", pattern)
+            _finish(self._values)
+
+    def settle(self, exchange: Exchange, step: int) -> None:
+        if isinstance(self._codec, Feedback):
+            drive(exchange, self._codec.close(), 0, step, "measure what a codec takes")
+            self._codec.settle()
+            self._codec.begin({})
+        self._parcel.values[0].copy_(self._values)
 
 
 def _touch_s_per_byte(buffer: torch.Tensor) -> float:
