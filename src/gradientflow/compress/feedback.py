@@ -80,6 +80,7 @@ class Feedback:
         self._loose: list[list[tuple[int, int]]] = []  # by message, where tensors lie that the part does not take
         self._aside: dict[int, torch.Tensor] = {}  # what there is of them in this step
         self._overflown: list[int] = []  # messages of this step; lanes append to it side by side
+        self._flags_are_summed = False
         self._density = 1.0
         self._finite = True
         self._unit = self._weight = 1.0
@@ -150,13 +151,14 @@ class Feedback:
             self.guard.begin(self._num_steps, rate)
             densities = [self.guard.density(parcel.number) for parcel in self._parcels]
         self._part.begin(self._density, self._num_steps, densities)
-        self._aside, self._overflown = {}, []
+        self._aside, self._overflown, self._flags_are_summed = {}, [], False
 
     def close(self) -> Conversation:
         """One question for everything that ranks have to tell each other beside messages."""
         flags = [parcel.flags for parcel in self._parcels if parcel.flags is not None]
+        told_flags = [] if self._flags_are_summed else flags
         aside = [self._aside[number] for number in sorted(self._aside)]
-        told = [*aside, *flags, *self._part.tells(), *(self.guard.tells() if self.guard else ())]
+        told = [*aside, *told_flags, *self._part.tells(), *(self.guard.tells() if self.guard else ())]
         if any(tensor.numel() for tensor in told):
             dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in aside) else torch.float32
             device = next(parcel.values[0].device for parcel in self._parcels if parcel.values)
@@ -239,7 +241,9 @@ class Feedback:
         if self._weight != 1.0:
             for values in parcel.values:
                 values.mul_(self._weight)
-        yield Sum(parcel.values)
+        with_flags = _joined(parcel)
+        self._flags_are_summed |= with_flags is not None
+        yield Sum(with_flags or parcel.values)
         if not all(is_finite(values) for values in parcel.values):
             self._overflown.append(parcel.number)
 
@@ -370,6 +374,15 @@ class Feedback:
     def take_over(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """What has been remembered elsewhere until now, by parameter name."""
         self._slots.load({kind: {name: values.reshape(-1) for name, values in tensors.items()}})
+
+
+def _joined(parcel: Parcel) -> list[torch.Tensor] | None:
+    """The parcel's ranges, the last of them with its flags, if those lie behind it; None: they do not, or there are
+    none."""
+    flags, last = parcel.flags, parcel.values[-1]
+    if flags is None or flags.dtype != last.dtype or flags.data_ptr() != last.data_ptr() + last.nbytes:
+        return None
+    return [*parcel.values[:-1], last.as_strided((last.numel() + flags.numel(),), (1,))]
 
 
 def _starts(parcel: Parcel) -> Iterator[tuple[int, torch.Tensor]]:

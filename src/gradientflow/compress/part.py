@@ -97,7 +97,7 @@ class Plain:
 
     def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
         self._density, self._step, self._densities = density, step, densities
-        self._sums = []
+        self._sums, self._num_bad = [], torch.zeros(1)
 
     def blocks(self, parcel: Parcel, number: int) -> list[int]:
         return blocks_of(parcel.values[number])
@@ -113,8 +113,9 @@ class Plain:
         values.zero_()
 
     def tells(self) -> Sequence[torch.Tensor]:
-        bad = not bool(torch.isfinite(torch.stack(self._sums)).all()) if self._sums else False
-        self._num_bad = torch.tensor([float(bad)])
+        if not self._sums:
+            return []
+        self._num_bad = torch.tensor([float(not torch.isfinite(torch.stack(self._sums)).all())])
         return [self._num_bad]
 
     def learns(self) -> bool:
