@@ -66,8 +66,8 @@ def run(ranks: list[Rank], steps: range, total: int, highest: float = 0.5) -> in
     return nbytes
 
 
-def ranks_of(words: str, world: int = 3) -> list[Rank]:
-    return [Rank(PARTS["topk"](words, None), rank, world) for rank in range(world)]
+def ranks_of(words: str, world: int = 3, name: str = "topk") -> list[Rank]:
+    return [Rank(PARTS[name](words, None), rank, world) for rank in range(world)]
 
 
 def test_it_sees_what_the_sum_over_ranks_is() -> None:
@@ -110,12 +110,26 @@ def test_a_larger_budget_sends_less() -> None:
     assert sent[0] > sent[1] > sent[2]
 
 
-def test_it_decides_the_same_again_and_goes_on_from_a_checkpoint() -> None:
-    whole, again = ranks_of("0.1%:guard=2%"), ranks_of("0.1%:guard=2%")
+def test_it_moves_ranks_of_factors() -> None:
+    """From whole messages down to what the recipe says; and back up, if more is asked for."""
+    ranks, seen = ranks_of("1:guard=1%", name="powersgd"), []
+    for start in range(0, 100, EVERY):
+        run(ranks, range(start, start + EVERY), 100)
+        seen.append(ranks[0].codec.state_dict()["part"]["ranks"][1])
+    assert seen[0] > 8 and min(seen) < 4, seen
+    strict = ranks_of("1:guard=0.01%", name="powersgd")
+    run(strict, range(100), 100)
+    assert strict[0].codec.state_dict()["part"]["ranks"][1] > seen[-1]
+    assert strict[0].loss < ranks[0].loss
+
+
+@pytest.mark.parametrize(("name", "words"), [("topk", "0.1%:guard=2%"), ("powersgd", "1:guard=1%")])
+def test_it_decides_the_same_again_and_goes_on_from_a_checkpoint(name: str, words: str) -> None:
+    whole, again = ranks_of(words, name=name), ranks_of(words, name=name)
     run(whole, range(60), 60)
     run(again, range(33), 60)
     for number, rank in enumerate(again):
-        fresh = PARTS["topk"]("0.1%:guard=2%", None)
+        fresh = PARTS[name](words, None)
         fresh.load_state_dict(copy.deepcopy(rank.codec.state_dict()))
         fresh.lay_out(rank.parcels, number, 3, "plan")
         rank.codec = fresh

@@ -27,6 +27,9 @@ from gradientflow.compress.part import Plain, is_finite, pieces, write_out
 MIN_GAIN = 2.0
 #: Matrices up to this size are multiplied in batches of one shape, which copies them; larger ones one by one.
 BATCHED_NUMEL = 64 * 1024
+#: What a guard calls the density of the rank in the recipe. Twice the density is twice the rank; from 32 times the rank
+#: on, the guard's `WHOLE`, messages go as they are.
+GUARDED_FLOOR = 1 / 64
 
 
 class _Matrix(NamedTuple):
@@ -58,12 +61,24 @@ class _Batch(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Of one message."""
+    """Of one message, for factors of so many directions."""
 
+    rank: int
     batches: list[_Batch]
     loose: list[tuple[int, int]]  # what travels whole: cut rows, and what is no matrix
     p_numel: int
     q_numel: int
+
+    def p_of(self, batch: _Batch, ps: torch.Tensor) -> torch.Tensor:
+        """A batch's first factors among those of the message."""
+        return self._factor(batch, ps, batch.p_start, batch.shape[0])
+
+    def q_of(self, batch: _Batch, qs: torch.Tensor) -> torch.Tensor:
+        return self._factor(batch, qs, batch.q_start, batch.shape[1])
+
+    def _factor(self, batch: _Batch, flat: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        count = len(batch.matrices)
+        return flat[start : start + count * length * self.rank].view(count, length, self.rank)
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
@@ -80,7 +95,7 @@ class PowerSgd(Plain):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self._directions = rank
+        self._least = rank
         self._layouts: list[_Layout] = []
         self._q: list[torch.Tensor] = []  # by message, where the next step begins
         self._next: dict[int, torch.Tensor] = {}
@@ -90,45 +105,26 @@ class PowerSgd(Plain):
         """What is no matrix, or one whose factors would be hardly smaller, travels whole behind the first factors."""
         return True
 
-    def _shrinks(self, rows: int, columns: int) -> bool:
-        return rows > 0 and MIN_GAIN * self._directions * (rows + columns) <= rows * columns
-
     def lay_out(self, parcels: Sequence[Parcel], rank: int, world: int) -> None:
         super().lay_out(parcels, rank, world)
-        self._layouts = [self._layout(parcel) for parcel in parcels]
+        self._layouts = [_layout(parcel, self._least) for parcel in parcels]
         self._next = {}
-        self._q = []
-        for parcel, layout in zip(parcels, self._layouts, strict=True):
-            generator = torch.Generator().manual_seed(parcel.number)
-            first = torch.randn(layout.q_numel, generator=generator)
-            self._q.append(first.to(parcel.values[0].device, _dtype(parcel)) if parcel.values else first)
+        self._q = [_first_q(parcel, layout) for parcel, layout in zip(parcels, self._layouts, strict=True)]
 
-    def _layout(self, parcel: Parcel) -> _Layout:
-        shapes: dict[tuple[int, int], list[list[_Matrix]]] = {}
-        loose: list[tuple[int, int]] = []
-        for _, shape, begin, start, stop in pieces(parcel):
-            columns = math.prod(shape[1:]) if len(shape) > 1 else 1
-            head = min(-begin % columns, stop - start)
-            rows = (stop - start - head) // columns
-            if not self._shrinks(rows, columns):
-                head, rows = stop - start, 0
-            end = start + head + rows * columns
-            for low, high in ((start, start + head), (end, stop)):
-                if low < high:
-                    joins = loose and loose[-1][1] == low
-                    loose.append((loose.pop()[0] if joins else low, high))
-            if rows:
-                batches = shapes.setdefault((rows, columns), [])
-                if not batches or rows * columns > BATCHED_NUMEL:
-                    batches.append([])
-                batches[-1].append(_Matrix(start + head, rows, columns))
-        found, p_numel, q_numel = [], 0, 0
-        for (rows, columns), batches in shapes.items():
-            for matrices in batches:
-                found.append(_Batch(matrices, p_numel, q_numel))
-                p_numel += len(matrices) * rows * self._directions
-                q_numel += len(matrices) * columns * self._directions
-        return _Layout(found, loose, p_numel, q_numel)
+    def _move(self, number: int, rank: int) -> None:
+        """A message's matrices have so many directions from now on: those that they had, and others drawn."""
+        parcel, before, qs = self._parcels[number], self._layouts[number], self._q[number]
+        layout = _layout(parcel, rank)
+        found = _first_q(parcel, layout)
+        known = {
+            m.start: q for batch in before.batches for m, q in zip(batch.matrices, before.q_of(batch, qs), strict=True)
+        }
+        for batch in layout.batches:
+            for matrix, q in zip(batch.matrices, layout.q_of(batch, found), strict=True):
+                if matrix.start in known:
+                    kept = known[matrix.start][:, :rank]
+                    q[:, : kept.shape[1]] = kept
+        self._layouts[number], self._q[number] = layout, found
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         layout, before = self._layouts[parcel.number], self._q[parcel.number]
@@ -138,16 +134,16 @@ class PowerSgd(Plain):
             ps[layout.p_numel :] = torch.cat([total[start:stop] for start, stop in layout.loose])
         gathered = [batch.gathered(total) for batch in layout.batches]
         for batch, matrices in zip(layout.batches, gathered, strict=True):
-            torch.matmul(matrices, self._q_of(batch, before), out=self._p_of(batch, ps))
+            torch.matmul(matrices, layout.q_of(batch, before), out=layout.p_of(batch, ps))
         yield Sum([ps])
         if not is_finite(ps):  # as it is if any rank's matrix is not
             self._bad.append(parcel.number)
         qs = torch.empty_like(before)
         for batch, matrices in zip(layout.batches, gathered, strict=True):
-            p = self._p_of(batch, ps)
+            p = layout.p_of(batch, ps)
             p.copy_(orthonormal(p))
-            torch.matmul(matrices.transpose(1, 2), p, out=self._q_of(batch, qs))
-            own = self._q_of(batch, qs)
+            torch.matmul(matrices.transpose(1, 2), p, out=layout.q_of(batch, qs))
+            own = layout.q_of(batch, qs)
             for matrix, left, right in zip(batch.matrices, p, own, strict=True):
                 matrix.of(total).addmm_(left, right.T, alpha=-1.0)
         if layout.batches:
@@ -155,7 +151,7 @@ class PowerSgd(Plain):
         in_place = len(parcel.values) == 1 and parcel.dtype == total.dtype
         result = parcel.values[0] if in_place else torch.zeros_like(total)
         for batch in layout.batches:
-            for matrix, left, right in zip(batch.matrices, self._p_of(batch, ps), self._q_of(batch, qs), strict=True):
+            for matrix, left, right in zip(batch.matrices, layout.p_of(batch, ps), layout.q_of(batch, qs), strict=True):
                 torch.matmul(left, right.T, out=matrix.of(result))
         offset = layout.p_numel
         for start, stop in layout.loose:
@@ -164,7 +160,7 @@ class PowerSgd(Plain):
             offset += stop - start
         self._next[parcel.number] = torch.empty_like(qs)
         for batch in layout.batches:  # the length of gradients is nothing to go on with
-            self._q_of(batch, self._next[parcel.number]).copy_(normalize(self._q_of(batch, qs), dim=1))
+            layout.q_of(batch, self._next[parcel.number]).copy_(normalize(layout.q_of(batch, qs), dim=1))
         if not in_place:
             write_out(parcel, result, unit)
         elif unit != 1.0:
@@ -178,6 +174,11 @@ class PowerSgd(Plain):
     def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
         super().begin(density, step, densities)
         self._next, self._bad = {}, []
+        for number, layout in enumerate(self._layouts if densities else ()):
+            assert densities is not None
+            rank = max(self._least, round(self._least * densities[number] / GUARDED_FLOOR))
+            if rank != layout.rank:
+                self._move(number, rank)
 
     def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, scratch: torch.Tensor) -> None:
         """Factors tell whether it is finite."""
@@ -189,28 +190,58 @@ class PowerSgd(Plain):
         return not self._bad
 
     def traffic(self, parcel: Parcel, density: float, world: int) -> Traffic:
-        layout = self._layout(parcel)
+        layout = _layout(parcel, self._least)
         itemsize = _dtype(parcel).itemsize
         loose = sum(stop - start for start, stop in layout.loose)
         nbytes = itemsize * (layout.p_numel + layout.q_numel + loose)
         return Traffic(2 if layout.batches else 1, nbytes, 2 * nbytes, 8 * parcel.nbytes, summed_nbytes(nbytes, world))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"q": [qs.clone() for qs in self._q]}
+        return {"q": [qs.clone() for qs in self._q], "ranks": [layout.rank for layout in self._layouts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if [len(qs) for qs in state["q"]] == [len(qs) for qs in self._q]:
+        layouts = [_layout(parcel, rank) for parcel, rank in zip(self._parcels, state["ranks"], strict=False)]
+        if [len(qs) for qs in state["q"]] == [layout.q_numel for layout in layouts]:
+            self._layouts = layouts
             self._q = [loaded.to(qs, copy=True) for loaded, qs in zip(state["q"], self._q, strict=True)]
 
-    def _p_of(self, batch: _Batch, ps: torch.Tensor) -> torch.Tensor:
-        return self._factor(batch, ps, batch.p_start, batch.shape[0])
 
-    def _q_of(self, batch: _Batch, qs: torch.Tensor) -> torch.Tensor:
-        return self._factor(batch, qs, batch.q_start, batch.shape[1])
+def _layout(parcel: Parcel, rank: int) -> _Layout:
+    shapes: dict[tuple[int, int], list[list[_Matrix]]] = {}
+    loose: list[tuple[int, int]] = []
+    for _, shape, begin, start, stop in pieces(parcel):
+        columns = math.prod(shape[1:]) if len(shape) > 1 else 1
+        head = min(-begin % columns, stop - start)
+        rows = (stop - start - head) // columns
+        if not _shrinks(rows, columns, rank):
+            head, rows = stop - start, 0
+        end = start + head + rows * columns
+        for low, high in ((start, start + head), (end, stop)):
+            if low < high:
+                joins = loose and loose[-1][1] == low
+                loose.append((loose.pop()[0] if joins else low, high))
+        if rows:
+            batches = shapes.setdefault((rows, columns), [])
+            if not batches or rows * columns > BATCHED_NUMEL:
+                batches.append([])
+            batches[-1].append(_Matrix(start + head, rows, columns))
+    found, p_numel, q_numel = [], 0, 0
+    for (rows, columns), batches in shapes.items():
+        for matrices in batches:
+            found.append(_Batch(matrices, p_numel, q_numel))
+            p_numel += len(matrices) * rows * rank
+            q_numel += len(matrices) * columns * rank
+    return _Layout(rank, found, loose, p_numel, q_numel)
 
-    def _factor(self, batch: _Batch, flat: torch.Tensor, start: int, length: int) -> torch.Tensor:
-        count = len(batch.matrices)
-        return flat[start : start + count * length * self._directions].view(count, length, self._directions)
+
+def _shrinks(rows: int, columns: int, rank: int) -> bool:
+    return rows > 0 and MIN_GAIN * rank * (rows + columns) <= rows * columns
+
+
+def _first_q(parcel: Parcel, layout: _Layout) -> torch.Tensor:
+    """The same on all ranks."""
+    drawn = torch.randn(layout.q_numel, generator=torch.Generator().manual_seed(parcel.number))
+    return drawn.to(parcel.values[0].device, _dtype(parcel)) if parcel.values else drawn
 
 
 def _dtype(parcel: Parcel) -> torch.dtype:

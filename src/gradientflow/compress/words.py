@@ -10,7 +10,7 @@ from gradientflow.compress.cast import Cast
 from gradientflow.compress.csc import Csc
 from gradientflow.compress.feedback import Feedback
 from gradientflow.compress.guard import Guard
-from gradientflow.compress.lowrank import PowerSgd
+from gradientflow.compress.lowrank import GUARDED_FLOOR, PowerSgd
 from gradientflow.compress.part import Part
 from gradientflow.compress.quantize import Int8, Qsgd, Quantized, Sign
 from gradientflow.compress.sparsify import GTopK, RandomK, Threshold, TopK
@@ -159,7 +159,11 @@ KINDS: dict[str, Kind] = {
         lambda words, _: Quantized(Sign(vote=True), forgets=True), Words(always=True), "", ("corrected",), abrupt=True
     ),
     "powersgd": Kind(
-        lambda words, _: PowerSgd(words.rank), Words(rank=2, warmup=WARM_UP_STEPS), "rank", _WHOLE, abrupt=True
+        lambda words, _: PowerSgd(words.rank),
+        Words(density=GUARDED_FLOOR, rank=2, warmup=WARM_UP_STEPS),
+        "rank",
+        (*_WHOLE, "guard"),
+        abrupt=True,
     ),
 }
 
