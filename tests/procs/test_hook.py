@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradientflow as gf
-from gradientflow.errors import RecipeError, UsageError
+from gradientflow.errors import DisagreementError, RecipeError, UsageError
 from helpers import run_ranks
 from models import build, loss_of
 
@@ -30,7 +30,8 @@ class Job:
         self.model = build("cnn", torch.float32, seed=0)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-3)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6, enabled="scaler" in more)
+        uses = "scaler" in more and more.get("enabled", True)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6, enabled=uses)
         self.state: gf.HookState | None = None
         if codec:
             scaler = self.scaler if "scaler" in more else None
@@ -130,6 +131,10 @@ def skips_a_bad_step() -> tuple[bool, bool]:
     plain = Job("topk:5%:warmup=0")
     finite = bool(plain.run(range(9), bad=5).isfinite().all())
     plain.close()
+    torch.manual_seed(0)
+    off = Job("int8", scaler=True, enabled=False)  # as loops have it that train in full precision today
+    finite &= bool(off.run(range(6), bad=3).isfinite().all())
+    off.close()
     return scale == 128.0 and bool(found.isfinite().all()), finite
 
 
@@ -175,6 +180,73 @@ def test_tensors_are_averaged_and_what_is_left_over_comes_later() -> None:
         assert found[0] < 0.01
 
 
+def of_other_worlds(states: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Averagers that load what three ranks left over: what this one has before and after a call about nothing."""
+    averager = gf.Averager("topk:10%:warmup=0")
+    averager.load_state_dict(states)
+    before = averager.state_dict()["compression"]["codec"]["slots"]["residual"]["weight"].clone()
+    zeros = {"weight": torch.zeros(20, 10)}
+    averager.average_(zeros)
+    after = averager.state_dict()["compression"]["codec"]["slots"]["residual"]["weight"]
+    averager.close()
+    return before, zeros["weight"].reshape(-1) / dist.get_world_size() + after
+
+
+def leaves_over() -> dict[str, Any]:
+    averager = gf.Averager("topk:10%:warmup=0")
+    torch.manual_seed(dist.get_rank())
+    averager.average_({"weight": torch.randn(20, 10)})
+    state = averager.state_dict()
+    averager.close()
+    return state
+
+
+def test_what_waits_is_shared_out_among_another_number_of_ranks() -> None:
+    states = run_ranks(3, leaves_over)
+    waits = sum(state["compression"]["codec"]["slots"]["residual"]["weight"] for state in states)
+    shares = run_ranks(2, of_other_worlds, states)
+    assert torch.allclose(sum(before for before, _ in shares), waits, atol=1e-6)
+    assert torch.allclose(sum(after for _, after in shares), waits, atol=1e-6)
+
+
+def misuses() -> list[str]:
+    """What goes wrong on some or all of two ranks, in words."""
+    said = []
+    model = build("cnn", torch.float32, seed=0)
+    with pytest.raises(UsageError, match="leave find_unused_parameters out"):
+        gf.HookState(DistributedDataParallel(model, find_unused_parameters=True), "topk:1%")
+    job = Job("topk:1%")
+    job.run(range(3))
+    loss_of(job.ddp, "cnn", dist.get_rank(), 0, torch.float32).backward()
+    try:
+        loss_of(job.ddp, "cnn", dist.get_rank(), 0, torch.float32).backward()
+    except (UsageError, RuntimeError) as error:
+        said.append(str(error))
+    job.close()
+    averager = gf.Averager("int8", deadline_s=20)
+    averager.average_({"x": torch.ones(4, 4)})
+    try:
+        averager.average_({"x": torch.ones(4, 5)})
+    except UsageError as error:
+        said.append(str(error))
+    averager.close()
+    order = ("x", "y") if dist.get_rank() else ("y", "x")
+    averager = gf.Averager("int8", deadline_s=20)
+    try:
+        averager.average_({name: torch.ones(4, 4) for name in order})
+    except DisagreementError as error:
+        said.append(str(error))
+    averager.close()
+    return said
+
+
+def test_what_would_go_wrong_is_refused() -> None:
+    for said in run_ranks(2, misuses):
+        assert len(said) == 3, said
+        assert "accumulate under no_sync()" in said[0]
+        assert "other tensors than before" in said[1] and "tensor 0" in said[2]
+
+
 def refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(UsageError, match="expected a model in DistributedDataParallel"):
@@ -182,6 +254,8 @@ def refused() -> None:
     with pytest.raises(RecipeError, match="no codec 'int9'"):
         gf.HookState(DistributedDataParallel(model), "int9")
     averager = gf.Averager("int8")
+    with pytest.raises(UsageError, match="tensors by name"):
+        averager.average_([torch.ones(3)])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="floating-point"):
         averager.average_({"count": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(UsageError, match="version 1"):

@@ -407,6 +407,9 @@ def test_a_local_clip_bounds_each_tensor_before_anything_is_added() -> None:
         ("powersgd", "1.5", "a rank from 1"),
         ("threshold", "-1", "a magnitude above 0"),
         ("randomk", "0.1:sampled", "cannot read 'sampled'"),
+        ("powersgd", "200%", "cannot read '200%'"),
+        ("csc", "0.1:chunk=50%", "cannot read '50%'"),
+        ("topk", "1%:5%", "cannot read '5%'"),
     ],
 )
 def test_bad_words_are_refused_with_what_to_write(name: str, argument: str, words: str) -> None:

@@ -308,6 +308,84 @@ def test_messages_for_which_it_does_not_pay_go_as_they_are(name: str) -> None:
     assert not step(ranks, spoilt)
 
 
+@pytest.mark.parametrize("size", [1e15, 1e19, 1e37])
+@pytest.mark.parametrize("name", RECIPES)
+def test_large_numbers_are_carried_or_the_step_does_not_count(name: str, size: float) -> None:
+    ranks = ranks_of(name, 2)
+    for number in range(2):
+        counted = step(ranks, [gradient * size for gradient in gradients_of(2, number)])
+        assert not counted or ranks[0].got().isfinite().all()
+        assert all(rank.held().isfinite().all() for rank in ranks)
+    assert size > 1e18 or counted
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "csc"])
+def test_biases_that_leave_the_range_of_half_precision_do_not_count(name: str) -> None:
+    ranks = ranks_of(name, 2, dtype=torch.float16)
+    large = torch.zeros(NUMEL, dtype=torch.float16)
+    large[-3:] = 40000.0
+    assert step(ranks, [large, large])
+    assert not step(ranks, [large * 0.9, large * 0.9], unit=1.0, momentum=0.0) or ranks[0].got().isfinite().all()
+    for rank in ranks:
+        rank.codec.begin({}, 1.0, weight=2.0)  # as if others had run out of inputs
+        rank.give(large)
+    assert not converse_about_all(ranks)
+
+
+def test_a_state_of_another_codec_leaves_what_waits() -> None:
+    (saved,) = ranks_of("topk", 1)
+    step([saved], gradients_of(1, 0), momentum=0.9)
+    for name in ("powersgd", "csc", "int8"):
+        (rank,) = ranks_of(name, 1)
+        rank.codec.load_state_dict(saved.codec.state_dict())
+        rank.codec.lay_out(rank.parcels, 0, 1, str(MESSAGES))
+        assert torch.equal(rank.held(), saved.held())
+        assert step([rank], gradients_of(1, 1))
+
+
+def test_going_back_to_a_state_without_momentum_forgets_it() -> None:
+    (rank,) = ranks_of("topk", 1)
+    step([rank], gradients_of(1, 0))
+    before = copy.deepcopy(rank.codec.state_dict())
+    step([rank], gradients_of(1, 1), momentum=0.9)
+    rank.codec.load_state_dict(before)
+    rank.codec.lay_out(rank.parcels, 0, 1, str(MESSAGES))
+    assert set(rank.codec.state_dict()["slots"]) == {RESIDUAL}
+
+
+@pytest.mark.parametrize("name", ["randomk", "topk", "csc"])
+def test_only_matrices_are_drawn_and_masked(name: str) -> None:
+    (rank,) = ranks_of(name, 1, f"{RECIPES[name]}:masking")
+    matrices = torch.cat([torch.full((size,), len(SHAPES[n]) > 1) for n, size in SIZES.items()])
+    few = torch.zeros(NUMEL)
+    few[~matrices] = 1.0
+    few[:5] = 1.0
+    step([rank], [few], momentum=0.9)
+    if name != "csc":
+        assert (rank.held(MOMENTUM)[~matrices] == 1.0).all()
+    step([rank], gradients_of(1, 0), momentum=0.9)
+    if name == "randomk":
+        sent = int((rank.got() != 0)[matrices].sum())
+        asked = [sum(s.numel for s in p.message.slices if len(SHAPES[s.tensor]) > 1) for p in rank.parcels]
+        assert sent == sum(math.ceil(0.2 * number) for number in asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_rounding_leaves_of_messages_without_a_codec_is_sent_too(dtype: torch.dtype) -> None:
+    ranks = ranks_of("efsign", 2, dtype=dtype)
+    for place, rank in enumerate(ranks):
+        rank.parcels = [p._replace(message=p.message.model_copy(update={"dense": True})) for p in rank.parcels]
+        rank.codec.lay_out(rank.parcels, place, 2, "dense")
+    applied, given = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for number in range(8):
+        gradients = gradients_of(2, number, dtype)
+        given += sum((gradient / 2).double() for gradient in gradients)
+        assert step(ranks, gradients)
+        applied += ranks[0].got().double()
+    left_over = sum(rank.held().double() for rank in ranks)
+    assert float((applied + left_over - given).abs().max()) < (0.15 if dtype is torch.bfloat16 else 0.02)
+
+
 # - Choosing elements
 
 
@@ -471,7 +549,7 @@ def test_matrices_in_a_batch_are_what_they_are_alone() -> None:
     converse([part.send(parcel, total, 1.0)])
     for number in range(3):
         ((alone, one, rest),) = powersgd_ranks({"x": (50, 20)}, 1, rank=1)
-        alone.load_state_dict({"q": [starts[number].clone()]})
+        alone.load_state_dict({"q": [starts[number].clone()], "ranks": [1]})
         rest.copy_(before[number * 1000 : (number + 1) * 1000])
         converse([alone.send(one, rest, 1.0)])
         assert torch.allclose(one.values[0], parcel.values[0][number * 1000 : (number + 1) * 1000], atol=1e-6)

@@ -27,6 +27,7 @@ from gradientflow.compress.codec import (
     summed_nbytes,
 )
 from gradientflow.compress.feedback import Feedback, Momentum
+from gradientflow.compress.part import is_finite
 from gradientflow.compress.words import KINDS, part
 
 #: Name in a recipe -> constructor from the argument as written after the colon, "" if none: precisions on the wire,
@@ -56,6 +57,7 @@ __all__ = [
     "bf16",
     "fp16",
     "imagined",
+    "is_finite",
     "part",
     "summed_nbytes",
 ]

@@ -129,8 +129,10 @@ class Feedback:
             self.guard.lay_out(parcels)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
+            self._slots.forget()
+            self._slots.need(RESIDUAL)
             self._slots.load(loaded["slots"])
-            if loaded["signature"] == signature:
+            if loaded["signature"] == signature and loaded.get("codec") == type(self._part).__name__:
                 self._part.load_state_dict(loaded["part"])
             if self.guard and "guard" in loaded:
                 self.guard.load_state_dict(loaded["guard"])
@@ -168,6 +170,7 @@ class Feedback:
                 tensor.copy_(summed_up)
         for parcel in (self._parcels[number] for number in self._aside):
             self._put_in(parcel, self._aside[parcel.number])
+            self._check_range(parcel, self._aside[parcel.number])
         self._finite = self._part.learns() and not self._overflown
         if self.guard:
             self.guard.learns()
@@ -200,7 +203,7 @@ class Feedback:
     # - A message
 
     def converse(self, parcel: Parcel) -> Conversation:
-        if parcel.message.dense and self._num_dense >= CLEARED and MOMENTUM not in self._slots.kinds and not self.guard:
+        if self._never_waits(parcel):
             yield from self._pass_on(parcel)
             return
         total, loose = self._slots.proposed(RESIDUAL, parcel), self._loose[parcel.number]
@@ -221,18 +224,35 @@ class Feedback:
             if sum(stop - start for start, stop in loose) < len(total):
                 yield from self._part.send(parcel, total, self._unit)
                 if self._masks and MOMENTUM in self._slots.kinds:
-                    self._part.clear_sent(parcel, self._slots.proposed(MOMENTUM, parcel))
+                    self._mask(parcel, self._slots.proposed(MOMENTUM, parcel))
             for start, stop in [(0, len(total))] if self._part.forgets else loose:
                 total[start:stop] = 0.0
         if self.guard:
             self.guard.left(parcel, total)
-        if parcel.dtype.itemsize < total.itemsize and not all(is_finite(values) for values in parcel.values):
+        self._check_range(parcel, total)
+
+    def _mask(self, parcel: Parcel, velocity: torch.Tensor) -> None:
+        """Clear velocities of what was sent, but for tensors that never wait."""
+        spared = [(start, stop, velocity[start:stop].clone()) for start, stop in self._loose[parcel.number]]
+        self._part.clear_sent(parcel, velocity)
+        for start, stop, values in spared:
+            velocity[start:stop] = values
+
+    def _check_range(self, parcel: Parcel, remembered: torch.Tensor) -> None:
+        """What is remembered in a wider type may be too much for gradients."""
+        if parcel.dtype.itemsize < remembered.itemsize and not all(is_finite(values) for values in parcel.values):
             self._overflown.append(parcel.number)
 
     def _goes_whole(self, parcel: Parcel) -> bool:
         if self.guard and self.guard.density(parcel.number) >= WHOLE:
             return True
         return parcel.message.dense or (self._density >= 1 and not self._part.sends_all)
+
+    def _never_waits(self, parcel: Parcel) -> bool:
+        """Goes as it is, has been doing so, and loses nothing by being written in the precision of gradients."""
+        if not parcel.message.dense or self._num_dense < CLEARED or self.guard or MOMENTUM in self._slots.kinds:
+            return False
+        return parcel.dtype.itemsize >= self._slots.now(RESIDUAL, parcel).itemsize
 
     def _pass_on(self, parcel: Parcel) -> Conversation:
         """What goes as it is and has been doing so: nothing of it waits, and nothing will."""
@@ -354,6 +374,7 @@ class Feedback:
             "num_steps": self._num_steps,
             "slots": self._slots.named(),
             "signature": self._signature,
+            "codec": type(self._part).__name__,
             "part": self._part.state_dict(),
             **({"guard": self.guard.state_dict()} if self.guard else {}),
         }

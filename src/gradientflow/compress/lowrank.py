@@ -99,7 +99,6 @@ class PowerSgd(Plain):
         self._layouts: list[_Layout] = []
         self._q: list[torch.Tensor] = []  # by message, where the next step begins
         self._next: dict[int, torch.Tensor] = {}
-        self._bad: list[int] = []  # messages of this step; lanes append to it side by side
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """What is no matrix, or one whose factors would be hardly smaller, travels whole behind the first factors."""
@@ -148,6 +147,8 @@ class PowerSgd(Plain):
                 matrix.of(total).addmm_(left, right.T, alpha=-1.0)
         if layout.batches:
             yield Sum([qs])
+            if not is_finite(qs):
+                self._bad.append(parcel.number)
         in_place = len(parcel.values) == 1 and parcel.dtype == total.dtype
         result = parcel.values[0] if in_place else torch.zeros_like(total)
         for batch in layout.batches:
@@ -173,7 +174,7 @@ class PowerSgd(Plain):
 
     def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
         super().begin(density, step, densities)
-        self._next, self._bad = {}, []
+        self._next = {}
         for number, layout in enumerate(self._layouts if densities else ()):
             assert densities is not None
             rank = max(self._least, round(self._least * densities[number] / GUARDED_FLOOR))
@@ -182,12 +183,6 @@ class PowerSgd(Plain):
 
     def see(self, parcel: Parcel, number: int, start: int, total: torch.Tensor, scratch: torch.Tensor) -> None:
         """Factors tell whether it is finite."""
-
-    def tells(self) -> Sequence[torch.Tensor]:
-        return []
-
-    def learns(self) -> bool:
-        return not self._bad
 
     def traffic(self, parcel: Parcel, density: float, world: int) -> Traffic:
         layout = _layout(parcel, self._least)

@@ -87,6 +87,7 @@ class Plain:
         self._parcels: Sequence[Parcel] = ()
         self._sums: list[torch.Tensor] = []  # lanes append to it side by side
         self._num_bad = torch.zeros(1)
+        self._bad: list[int] = []  # messages of which a sum is not finite, as all ranks see; lanes append side by side
 
     def takes(self, shape: tuple[int, ...]) -> bool:
         """Norms and biases are small, and a model is quick to suffer from what is wrong with them."""
@@ -97,7 +98,7 @@ class Plain:
 
     def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
         self._density, self._step, self._densities = density, step, densities
-        self._sums, self._num_bad = [], torch.zeros(1)
+        self._sums, self._num_bad, self._bad = [], torch.zeros(1), []
 
     def blocks(self, parcel: Parcel, number: int) -> list[int]:
         return blocks_of(parcel.values[number])
@@ -106,7 +107,7 @@ class Plain:
         # A sum takes a tenth of the time of a look at each element; one of finite numbers may overflow too.
         found = total.sum()
         if total.device.type == "cpu" and not torch.isfinite(found):
-            found = total.isfinite().all().logical_not() * float("nan")
+            found = torch.where(total.isfinite().all(), 0.0, float("nan"))
         self._sums.append(found)
 
     def clear_sent(self, parcel: Parcel, values: torch.Tensor) -> None:
@@ -119,7 +120,7 @@ class Plain:
         return [self._num_bad]
 
     def learns(self) -> bool:
-        return not self._num_bad.any()
+        return not self._bad and not self._num_bad.any()
 
     def commit(self) -> None:
         pass

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from gradientflow.compress.codec import Conversation, Gather, Parcel, Swap, Traffic, gathered_nbytes
-from gradientflow.compress.part import Plain, write_out
+from gradientflow.compress.part import Plain, is_finite, write_out
 
 #: Elements worked on at a time, a multiple of every block: they and their codes stay in a core's cache.
 PIECE = 64 * 1024
@@ -74,7 +74,9 @@ class Qsgd:
         self.levels = 2 ** (bits - 1) - 1
 
     def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
-        scales.copy_(rows.square().sum(dim=1).sqrt_())
+        # Of what is at most 1: squares of large numbers would be inf.
+        most = rows.abs().amax(dim=1).clamp_(min=torch.finfo(rows.dtype).tiny)
+        scales.copy_((rows / most.unsqueeze(1)).square_().sum(dim=1).sqrt_()).mul_(most)
         rows.mul_(torch.where(scales > 0, self.levels / scales, 0.0).unsqueeze(1))
         rows.add_(draw(rows)).floor_()
         # An element is at most the norm, but for rounding.
@@ -109,7 +111,7 @@ class Sign:
         if self._vote:
             scales.fill_(1.0)
             return
-        scales.copy_(rows.abs_().sum(dim=1)).div_(self.block)
+        scales.copy_(rows.abs_().div_(self.block).sum(dim=1))
         scales[-1] *= self.block / last
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
@@ -162,7 +164,10 @@ class Quantized(Plain):
         in_place = len(parcel.values) == 1 and parcel.dtype == torch.float32
         result = parcel.values[0] if in_place else mine.new_empty(len(total))
         for flat, (start, stop) in zip(gathered, bounds, strict=True):
-            Codes(self._scheme, shard, total.device, flat).read(result[start:stop])
+            codes = Codes(self._scheme, shard, total.device, flat)
+            codes.read(result[start:stop])
+            if not is_finite(codes.scales):
+                self._bad.append(parcel.number)
         if not in_place:
             write_out(parcel, result, unit)
         elif unit != 1.0:
@@ -193,7 +198,7 @@ class Codes:
         num_blocks = shard // scheme.block
         self.flat = torch.zeros(_nbytes(scheme, shard), dtype=torch.uint8, device=device) if flat is None else flat
         self._codes = self.flat[: shard * scheme.bits // 8].view(num_blocks, -1)
-        self._scales = self.flat[shard * scheme.bits // 8 :].view(torch.float32)
+        self.scales = self.flat[shard * scheme.bits // 8 :].view(torch.float32)
 
     def write(self, values: torch.Tensor, left_over: torch.Tensor | None, draw: Draw) -> None:
         """Encode; take from `left_over` what the codes stand for."""
@@ -214,11 +219,11 @@ class Codes:
 
     def _pieces(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Rows to work in, their codes and scales, and the part of values that they are of."""
-        scratch = torch.empty(min(PIECE, len(self._scales) * self._scheme.block), device=values.device)
+        scratch = torch.empty(min(PIECE, len(self.scales) * self._scheme.block), device=values.device)
         rows = scratch.view(-1, self._scheme.block)
         for number, piece in enumerate(torch.split(values, PIECE) if len(values) else ()):
             first, count = number * PIECE // self._scheme.block, math.ceil(len(piece) / self._scheme.block)
-            yield rows[:count], self._codes[first : first + count], self._scales[first : first + count], piece
+            yield rows[:count], self._codes[first : first + count], self.scales[first : first + count], piece
 
 
 def _nbytes(scheme: Scheme, shard: int) -> int:

@@ -40,6 +40,10 @@ class Slots:
         self._parcels, self._now, self._proposed = parcels, {}, {}
         self.load(named)
 
+    def forget(self) -> None:
+        """Everything, of all kinds."""
+        self._now, self._proposed = {}, {}
+
     def need(self, kind: str) -> None:
         """From now on there is memory of this kind, empty at first."""
         if kind not in self._now:

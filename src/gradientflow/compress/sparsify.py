@@ -138,6 +138,13 @@ class _Sparse(Plain):
     def _numel(self, parcel: Parcel) -> int:
         return sum(stop - start for _, shape, _, start, stop in pieces(parcel) if self.takes(shape))
 
+    def _places(self, parcel: Parcel, numbers: torch.Tensor) -> torch.Tensor:
+        """Where in the message elements lie that are counted among those that are taken."""
+        runs = [(start, stop) for _, shape, _, start, stop in pieces(parcel) if self.takes(shape)]
+        ends = torch.tensor([stop - start for start, stop in runs]).cumsum(0)
+        shifts = torch.tensor([stop for _, stop in runs]) - ends
+        return numbers + shifts[torch.bucketize(numbers, ends, right=True)]
+
     def _number(self, parcel: Parcel) -> int:
         density = self._densities[parcel.number] if self._densities else self._density
         return math.ceil(density * self._num_taken[parcel.number])
@@ -183,7 +190,8 @@ class RandomK(_Sparse):
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
         seed = (self._step << 24) + parcel.number
-        chosen = one_of_each_stratum(len(total), self._number(parcel), seed).to(total.device)
+        drawn = one_of_each_stratum(self._num_taken[parcel.number], self._number(parcel), seed)
+        chosen = self._places(parcel, drawn).to(total.device)
         self._sent[parcel.number] = chosen
         packed = total[chosen]
         total[chosen] = 0.0

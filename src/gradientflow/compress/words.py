@@ -82,14 +82,15 @@ class Kind:
     narrows: bool = False
 
     def read(self, name: str, argument: str) -> Words:
-        found = self.default
+        found, numbers = self.default, 0
         for word in argument.split(":") if argument else ():
             key, equals, value = word.partition("=")
             if not equals and key in self.takes and key in _FLAGS:
                 found = replace(found, **_FLAGS[key])
             elif equals and key in self.takes and key in _VALUES:
                 found = replace(found, **{key: _number(name, key, value)})  # type: ignore[arg-type]
-            elif not equals and self.number:
+            elif not equals and self.number and not numbers:
+                numbers += 1
                 found = replace(found, **{self.number: _number(name, self.number, word)})  # type: ignore[arg-type]
             else:
                 raise RecipeError(f"+{name} cannot read {word!r}: it takes {self._usage()}")
@@ -106,7 +107,7 @@ class Kind:
 def _number(name: str, key: str, text: str) -> float:
     read, is_good, wanted = _VALUES[key]
     try:
-        value = float(text.removesuffix("%")) / 100 if text.endswith("%") else read(text)
+        value = float(text.removesuffix("%")) / 100 if text.endswith("%") and read is float else read(text)
     except ValueError:
         raise RecipeError(f"+{name} cannot read {text!r}: it takes {wanted}") from None
     if not is_good(value):

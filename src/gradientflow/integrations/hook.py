@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gradientflow.compress import Feedback
 from gradientflow.errors import TrainingError, UsageError
+from gradientflow.recipe import Recipe
 from gradientflow.runtime.attach import DEADLINE_S
 from gradientflow.runtime.averager import Talk
 from gradientflow.runtime.optimizers import OneOptimizer
@@ -48,9 +50,14 @@ class HookState:
     ) -> None:
         if not isinstance(ddp, nn.parallel.DistributedDataParallel):
             raise UsageError(f"expected a model in DistributedDataParallel, found {type(ddp).__name__}")
+        if ddp.find_unused_parameters and isinstance(Recipe.parse(f"lazy+{codec}").check().codec(), Feedback):
+            raise UsageError(
+                "DDP drops what a codec sends for parameters that no rank has used: leave find_unused_parameters out, "
+                "or use gradientflow.DistributedDataParallel, which lets such parameters rest"
+            )
         parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self._scaler = scaler
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         device = next(iter(parameters.values())).device
         self._talk = Talk(codec, ddp.process_group, device, scaler, deadline_s)
         self._handles: list[RemovableHandle] = []
@@ -77,6 +84,12 @@ class HookState:
             raise TrainingError(
                 f"DDP's bucket {taken.number} holds other parameters than in the steps before: make a new HookState "
                 "with a new DistributedDataParallel, and give it this one's state_dict()"
+            )
+        compression = self._talk.compression
+        if not self._waiting and compression and compression.update_is_due:
+            raise UsageError(
+                "a second exchange before optimizer.step(), and gradients hold momentum: accumulate under no_sync(), "
+                'or leave momentum to the optimizer ("topk:1%:uncorrected")'
             )
         self._waiting.append(taken)
         if known:

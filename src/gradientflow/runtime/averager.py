@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradientflow.compress import Conversation, Feedback, Parcel
+from gradientflow.compress import Conversation, Feedback, Parcel, is_finite
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange, drive
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.recipe import Recipe
 from gradientflow.runtime.attach import DEADLINE_S
-from gradientflow.runtime.compression import Compression
+from gradientflow.runtime.compression import Compression, share_of
 from gradientflow.runtime.fingerprint import compare
 from gradientflow.runtime.flow import as_states
 from gradientflow.runtime.pool import extents
@@ -50,6 +50,7 @@ class Talk:
         self._parcels: list[Parcel] = []
         self._loaded: Sequence[Mapping[str, Any]] | None = None
         self._step = 0
+        self._finite = True
 
     def lay_out(self, messages: Sequence[Mapping[str, torch.Tensor]], buffers: Sequence[torch.Tensor]) -> None:
         """messages: by name, views of what lies one after another in the buffer of each."""
@@ -76,6 +77,7 @@ class Talk:
             self.compression.lay_out(plan, self._parcels, views, self.exchange)
 
     def begin(self) -> None:
+        self._finite = True
         if self.compression:
             self.compression.begin(1.0)
 
@@ -85,10 +87,12 @@ class Talk:
         if parcel.values:
             parcel.values[0].set_(buffer)  # type: ignore[call-overload]
             self._drive(self._codec.converse(parcel), f"message {number}")
+            if not self.compression:
+                self._finite &= is_finite(buffer)
 
     def finish(self) -> bool:
         """All messages have been carried: whether the step counts, as all ranks find alike."""
-        counts = True
+        counts = self._finite
         if self.compression:
             self._drive(self.compression.closing(), "norms")
             counts = self.compression.settle()
@@ -108,10 +112,10 @@ class Talk:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """To be used when it is known how messages are laid out. One rank's own, or those of all ranks."""
         states = as_states(state)
-        if any(not isinstance(each, Mapping) or each.get("version") != 1 for each in states):
+        if any(not isinstance(each, Mapping) or each.get("version") != 1 or "step" not in each for each in states):
             raise UsageError("expected what state_dict() gave, version 1, or a list of those of all ranks")
-        if self.compression:
-            self._loaded = [each["compression"] for each in states if "compression" in each] or None
+        if self.compression and (compressed := [each["compression"] for each in states if "compression" in each]):
+            self._loaded = [share_of(compressed, self.exchange.rank, self.exchange.world)]
         self._step = int(states[0]["step"])
         self._parcels = []
 
@@ -150,24 +154,39 @@ class Averager:
     def average_(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """In place. False if some rank's hold inf or nan: then all of them are left as they are, and so is what was
         left over. The same names, shapes and dtypes on all ranks and in every call."""
+        if not isinstance(tensors, Mapping) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+            raise UsageError('expected tensors by name, as in average_({"weight": weight})')
         known = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        if self._known and known != self._known:
+            raise UsageError(
+                "average_() was given other tensors than before, or in another order: what is left over belongs to "
+                "those; make another Averager for these"
+            )
         if not tensors:
             return True
-        if known != self._known or not self._talk.is_laid_out:
-            self._lay_out(tensors)
-            self._known = known
-        self._talk.begin()
-        for number, (buffer, views) in enumerate(zip(self._buffers, self._views, strict=True)):
-            for name, view in views.items():
-                torch.div(tensors[name], self._talk.exchange.world, out=view)
-            self._talk.carry(number, buffer)
-        counts = self._talk.finish()
+        try:
+            if not self._talk.is_laid_out:
+                self._lay_out(tensors)
+                self._known = known
+            self._talk.begin()
+            for number, (buffer, views) in enumerate(zip(self._buffers, self._views, strict=True)):
+                for name, view in views.items():
+                    torch.div(tensors[name], self._talk.exchange.world, out=view)
+                self._talk.carry(number, buffer)
+            counts = self._talk.finish()
+        except BaseException as error:
+            self._talk.exchange.abandon(f"failed in average_(): {error or type(error).__name__}")
+            raise
         for views in self._views if counts else ():
             for name, view in views.items():
                 tensors[name].copy_(view)
         return counts
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        described = {
+            f"tensor {n}": f"{name}, {tuple(t.shape)}, {t.dtype}" for n, (name, t) in enumerate(tensors.items())
+        }
+        compare(self._talk.exchange.control, described)
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
         self._buffers, self._views = [], []
         for dtype in dtypes:

@@ -144,28 +144,13 @@ class Compression:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """One rank's, to be this one's again; or those of all ranks of another world, of which each takes its share."""
-        missing = [key for state in states for key in ("rank", "world", "codec", "decays") if key not in state]
-        if missing:
-            raise UsageError(f"the state of compression lacks {missing[0]}: it is not what state_dict() gave")
-        worlds = {int(state["world"]) for state in states}
-        ranks = sorted(int(state["rank"]) for state in states)
-        codec: Mapping[str, Any]
-        if len(worlds) == 1 and ranks == list(range(*worlds)):
-            own = [state for state in states if (state["rank"], state["world"]) == (self._rank, self._world)]
-            codec = own[0]["codec"] if own else summed([state["codec"] for state in states], 1.0 / self._world)
-        elif len(states) == 1 and (ranks[0], *worlds) == (self._rank, self._world):
-            codec = states[0]["codec"]
-        else:
-            world = min(worlds)
-            raise UsageError(
-                f"what rank {ranks[0]} of {world} has not sent yet is not what rank {self._rank} of {self._world} has: "
-                f"give load_state_dict() the state that this rank saved, or a list of those of all {world} ranks"
-            )
+        state = share_of(states, self._rank, self._world)
+        codec = state["codec"]
         self._codec.check(codec)
         lying = self._each(codec["slots"], lambda flat, view: _as_it_lies(flat.view(view.shape), view))
         self._codec.load_state_dict({**codec, "slots": lying})
         if self._momentum is not None:
-            self._momentum.load_state_dict(states[0]["decays"])
+            self._momentum.load_state_dict(state["decays"])
 
     def _each(
         self,
@@ -179,6 +164,26 @@ class Compression:
             }
             for kind, tensors in slots.items()
         }
+
+
+def share_of(states: Sequence[Mapping[str, Any]], rank: int, world: int) -> Mapping[str, Any]:
+    """Of what `Compression.state_dict` gave on some ranks, what this one goes on with."""
+    missing = [key for state in states for key in ("rank", "world", "codec", "decays") if key not in state]
+    if missing:
+        raise UsageError(f"the state of compression lacks {missing[0]}: it is not what state_dict() gave")
+    worlds = {int(state["world"]) for state in states}
+    ranks = sorted(int(state["rank"]) for state in states)
+    own = [state for state in states if (state["rank"], state["world"]) == (rank, world)]
+    if own and (len(states) == 1 or ranks == list(range(*worlds))):
+        return own[0]
+    if len(worlds) == 1 and ranks == list(range(*worlds)):
+        codec = summed([state["codec"] for state in states], 1.0 / world)
+        return {"rank": rank, "world": world, "codec": codec, "decays": states[0]["decays"]}
+    saved_by = min(worlds)
+    raise UsageError(
+        f"what rank {ranks[0]} of {saved_by} has not sent yet is not what rank {rank} of {world} has: "
+        f"give load_state_dict() the state that this rank saved, or a list of those of all {saved_by} ranks"
+    )
 
 
 class _Lending(NamedTuple):
