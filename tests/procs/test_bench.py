@@ -172,7 +172,7 @@ def _spec(*methods: str) -> Specification:
 def test_methods_side_by_side_on_links_of_a_known_rate(tmp_path: Path) -> None:
     _possible()
     spec, said = (
-        _spec("ddp", "ddp (2)", "ddp-best", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "lazy", "flow", "bsp+bf16"),
+        _spec("ddp", "ddp-best", "ddp-bf16", "ddp-powersgd", "lazy", "flow", "bsp+bf16"),
         [],
     )
     with Lab(2, RATE) as lab:
