@@ -111,7 +111,7 @@ class Sign:
         if self._vote:
             scales.fill_(1.0)
             return
-        scales.copy_(rows.abs_().div_(self.block).sum(dim=1))
+        scales.copy_(rows.abs_().sum(dim=1)).div_(self.block)
         scales[-1] *= self.block / last
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
@@ -121,14 +121,14 @@ class Sign:
 def _packed_signs(rows: torch.Tensor) -> torch.Tensor:
     """Eight in a byte, the first in its lowest bit: 1 unless it is below 0."""
     if rows.device.type == "cpu":  # numpy compares in a third of torch's time
-        return torch.from_numpy(np.packbits(rows.numpy() >= 0, axis=-1, bitorder="little"))
+        return torch.from_numpy(np.packbits(rows.numpy().ravel() >= 0, bitorder="little")).view(len(rows), -1)
     weights = 2 ** torch.arange(8, device=rows.device, dtype=torch.uint8)
     return ((rows >= 0).view(len(rows), -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)
 
 
 def _unpacked(codes: torch.Tensor) -> torch.Tensor:
     if codes.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(codes.numpy(), axis=-1, bitorder="little"))
+        return torch.from_numpy(np.unpackbits(codes.numpy().ravel(), bitorder="little")).view(len(codes), -1)
     shifts = torch.arange(8, device=codes.device, dtype=torch.uint8)
     return ((codes.unsqueeze(-1) >> shifts) & 1).flatten(1)
 
