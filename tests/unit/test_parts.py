@@ -433,7 +433,14 @@ def encoded(scheme, values: torch.Tensor, seed: int = 0) -> torch.Tensor:
     codes = torch.zeros(len(rows), scheme.block * scheme.bits // 8, dtype=torch.uint8)
     scales = torch.zeros(len(rows))
     generator = torch.Generator().manual_seed(seed)
-    scheme.encode(rows, scheme.block, codes, scales, lambda like: torch.rand(like.shape, generator=generator))
+    scheme.encode(
+        rows,
+        scheme.block,
+        codes,
+        scales,
+        torch.empty_like(rows),
+        lambda like: torch.rand(like.shape, generator=generator),
+    )
     found = torch.full_like(rows, math.nan)
     scheme.decode(codes, scales, found)
     return found.view(-1)

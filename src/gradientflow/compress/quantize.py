@@ -23,7 +23,7 @@ from gradientflow.compress.codec import Conversation, Gather, Parcel, Swap, Traf
 from gradientflow.compress.part import Plain, is_finite, write_out
 
 #: Elements worked on at a time, a multiple of every block: they and their codes stay in a core's cache.
-PIECE = 64 * 1024
+PIECE = 128 * 1024
 #: Elements that share a scale.
 INT8_BLOCK = 256
 QSGD_BUCKET = 512
@@ -40,9 +40,12 @@ class Scheme(Protocol):
     #: Of an element.
     bits: int
 
-    def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
-        """rows: float32, a block each, the last one with so many numbers and zeros after them; codes: uint8, of each
-        row; scales: float32, one for each row. All of them are written to."""
+    def encode(
+        self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, work: torch.Tensor, draw: Draw
+    ) -> None:
+        """rows: float32, a block each, the last one with so many numbers and zeros after them. To be written: codes,
+        uint8, of each row; scales, float32, one for each row. work: room for as many rows; may be the rows themselves.
+        """
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
         """Overwrite rows."""
@@ -53,11 +56,13 @@ class Int8:
 
     block, bits = INT8_BLOCK, 8
 
-    def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
+    def encode(
+        self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, work: torch.Tensor, draw: Draw
+    ) -> None:
         # torch.aminmax takes three times as long as these two, a norm four times.
         scales.copy_(rows.abs().amax(dim=1)).div_(127.0)
-        rows.mul_(torch.where(scales > 0, 1.0 / scales, 0.0).unsqueeze(1)).round_()
-        codes.view(torch.int8).copy_(rows)
+        torch.mul(rows, torch.where(scales > 0, 1.0 / scales, 0.0).unsqueeze(1), out=work).round_()
+        codes.view(torch.int8).copy_(work)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
         torch.mul(codes.view(torch.int8), scales.unsqueeze(1), out=rows)
@@ -73,14 +78,16 @@ class Qsgd:
         self.bits = bits
         self.levels = 2 ** (bits - 1) - 1
 
-    def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
+    def encode(
+        self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, work: torch.Tensor, draw: Draw
+    ) -> None:
         # Of what is at most 1: squares of large numbers would be inf.
         most = rows.abs().amax(dim=1).clamp_(min=torch.finfo(rows.dtype).tiny)
         scales.copy_((rows / most.unsqueeze(1)).square_().sum(dim=1).sqrt_()).mul_(most)
-        rows.mul_(torch.where(scales > 0, self.levels / scales, 0.0).unsqueeze(1))
-        rows.add_(draw(rows)).floor_()
+        torch.mul(rows, torch.where(scales > 0, self.levels / scales, 0.0).unsqueeze(1), out=work)
+        work.add_(draw(rows)).floor_()
         # An element is at most the norm, but for rounding.
-        found = rows.clamp_(-self.levels, self.levels).to(torch.int8).view(torch.uint8)
+        found = work.clamp_(-self.levels, self.levels).to(torch.int8).view(torch.uint8)
         scales.div_(self.levels)
         parts = found.view(len(rows), -1, 8 // self.bits)
         codes.zero_()
@@ -106,12 +113,14 @@ class Sign:
     def __init__(self, vote: bool = False) -> None:
         self._vote = vote
 
-    def encode(self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, draw: Draw) -> None:
+    def encode(
+        self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, work: torch.Tensor, draw: Draw
+    ) -> None:
         codes.copy_(_packed_signs(rows))
         if self._vote:
             scales.fill_(1.0)
             return
-        scales.copy_(rows.abs_().sum(dim=1)).div_(self.block)
+        scales.copy_(torch.abs(rows, out=work).sum(dim=1)).div_(self.block)
         scales[-1] *= self.block / last
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor) -> None:
@@ -204,16 +213,22 @@ class Codes:
         """Encode; take from `left_over` what the codes stand for."""
         left = torch.split(left_over, PIECE) if left_over is not None else itertools.repeat(None)
         for (rows, codes, scales, piece), waits in zip(self._pieces(values), left, strict=False):
-            flat = rows.view(-1)
-            flat[: len(piece)] = piece
-            flat[len(piece) :] = 0.0
-            self._scheme.encode(rows, (len(piece) - 1) % self._scheme.block + 1, codes, scales, draw)
+            flat, given = rows.view(-1), rows
+            if len(piece) == len(flat) and piece.dtype == flat.dtype:
+                given = piece.view(rows.shape)
+            else:
+                flat[: len(piece)] = piece
+                flat[len(piece) :] = 0.0
+            self._scheme.encode(given, (len(piece) - 1) % self._scheme.block + 1, codes, scales, rows, draw)
             if waits is not None:
                 self._scheme.decode(codes, scales, rows)
                 waits.sub_(flat[: len(piece)])
 
     def read(self, values: torch.Tensor, add: bool = False) -> None:
         for rows, codes, scales, piece in self._pieces(values):
+            if not add and len(piece) == rows.numel() and piece.dtype == rows.dtype:
+                self._scheme.decode(codes, scales, piece.view(rows.shape))
+                continue
             self._scheme.decode(codes, scales, rows)
             (piece.add_ if add else piece.copy_)(rows.view(-1)[: len(piece)])
 
