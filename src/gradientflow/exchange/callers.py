@@ -24,8 +24,10 @@ class Callers:
         self._server, self._num_bytes, self._expected = server, num_bytes, expected
         #: By number, the eldest first.
         self._listened_to: dict[int, tuple[socket.socket, bytearray]] = {}
-        self._poll = select.poll()
-        self._poll.register(server, select.POLLIN)
+        self._poll = select.epoll()
+        self._poll.register(server, select.EPOLLIN)
+        #: Who was sent away or has hung up, having said nothing or something else.
+        self.num_refused = 0
 
     def __enter__(self) -> Self:
         return self
@@ -34,12 +36,21 @@ class Callers:
         for connection, _ in self._listened_to.values():
             connection.close()
         self._listened_to.clear()
+        self._poll.close()
+
+    def __len__(self) -> int:
+        """Who is listened to."""
+        return len(self._listened_to)
+
+    def fileno(self) -> int:
+        """A file that can be read when somebody says something."""
+        return self._poll.fileno()
 
     def next_within(self, patience_s: float) -> tuple[socket.socket, bytes] | None:
         """Another one and what it said; None if there was none in that time."""
         end_s = time.monotonic() + patience_s
         while True:
-            for number, _ in self._poll.poll(1e3 * max(0.0, end_s - time.monotonic())):
+            for number, _ in self._poll.poll(max(0.0, end_s - time.monotonic())):
                 if number == self._server.fileno():
                     number = self._answer()
                 if found := self._listen(number):
@@ -55,8 +66,9 @@ class Callers:
         connection.setblocking(False)
         if len(self._listened_to) == MOST_LISTENED_TO:
             self._dismiss(next(iter(self._listened_to))).close()
+            self.num_refused += 1
         self._listened_to[connection.fileno()] = connection, bytearray()
-        self._poll.register(connection, select.POLLIN)
+        self._poll.register(connection, select.EPOLLIN)
         return connection.fileno()
 
     def _listen(self, number: int) -> tuple[socket.socket, bytes] | None:
@@ -76,6 +88,7 @@ class Callers:
         if len(words) == self._num_bytes and self._expected(bytes(words)):
             return connection, bytes(words)
         connection.close()
+        self.num_refused += 1
         return None
 
     def _dismiss(self, number: int) -> socket.socket:

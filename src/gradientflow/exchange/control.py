@@ -7,6 +7,8 @@ ranks.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import secrets
 import time
 from collections.abc import Callable, Iterator
 
@@ -36,6 +38,39 @@ class Control:
         keys = self._say(text, range(len(self.members)))
         return self._hear(keys, purpose)
 
+    def meet(self, purpose: str) -> str:
+        """A name that these processes have in common, and no others ever had: torchrun keeps a store through restarts,
+        and with it what processes said that are gone.
+
+        Each says hello with a word of its own, and then what it makes of all words that it found. When all make the
+        same of them, each has found each: nobody who is gone can have made anything of a word that is new."""
+        ranks = range(len(self.members))
+        hellos, seen = [f"hello/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks]
+        self._store.set(hellos[self._rank], secrets.token_hex(16))
+        made = ""
+
+        def met() -> bool:
+            nonlocal made
+            if not self._store.check(hellos):
+                return False
+            words = b"".join(self._store.get(hello) for hello in hellos)
+            if (now := hashlib.sha256(words).hexdigest()) != made:
+                made = now
+                self._store.set(seen[self._rank], made)
+            return self._store.check(seen) and all(self._store.get(key).decode() == made for key in seen)
+
+        def missing() -> list[int]:
+            if silent := [rank for rank in ranks if not self._store.check([hellos[rank]])]:
+                return silent
+            return [
+                rank
+                for rank in ranks
+                if not self._store.check([seen[rank]]) or self._store.get(seen[rank]).decode() != made
+            ]
+
+        self._wait_until(met, missing, purpose)
+        return made
+
     def from_rank(self, rank: int, text: str, purpose: str) -> str:
         """That rank's `text`, on every rank."""
         return self._hear(self._say(text, [rank]), purpose)[0]
@@ -58,33 +93,41 @@ class Control:
         return keys
 
     def _hear(self, keys: dict[int, str], purpose: str) -> list[str]:
+        names = list(keys.values())
+        self._wait_until(
+            lambda: bool(self._store.check(names)),
+            lambda: [rank for rank, key in keys.items() if not self._store.check([key])],
+            purpose,
+        )
+        return [str(self._store.get(key), "utf-8") for key in names]
+
+    def _wait_until(self, done: Callable[[], bool], missing: Callable[[], list[int]], purpose: str) -> None:
         self._health.enter("agreement", self._round, purpose)
         try:
-            self._wait_for(keys, purpose)
-            return [str(self._store.get(key), "utf-8") for key in keys.values()]
+            self._poll(done, missing, purpose)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise TrainingError(f"the job's store is gone: rank 0 or the launcher held it ({error})") from error
         finally:
             self._health.leave()
 
-    def _wait_for(self, keys: dict[int, str], purpose: str) -> None:
+    def _poll(self, done: Callable[[], bool], missing: Callable[[], list[int]], purpose: str) -> None:
         """By asking again and again: a wait of the store that runs out writes warnings to the terminal."""
-        names, pause_s = list(keys.values()), 0.001
+        pause_s = 0.001
         look_s, end_s = time.monotonic() + LOOK_S, time.monotonic() + self._deadline_s
-        while not self._store.check(names):
+        while not done():
             now_s = time.monotonic()
             if now_s > end_s:
-                raise self._too_late(keys, purpose)
+                raise self._too_late(missing(), purpose)
             if now_s > look_s:
                 self._health.check(deadline=False)
                 look_s = now_s + LOOK_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
 
-    def _too_late(self, keys: dict[int, str], purpose: str) -> DeadlineError:
-        missing = [self.members[rank] for rank, key in keys.items() if not self._store.check([key])]
+    def _too_late(self, missing: list[int], purpose: str) -> DeadlineError:
+        names = tuple(self.members[rank] for rank in missing)
         return DeadlineError(
             f"rank {self.members[self._rank]} waited {self._deadline_s:g} s to {purpose}; nothing came from rank "
-            f"{', '.join(map(str, missing)) or 'somebody'}: did it get there, and does it run the same script?",
-            tuple(missing),
+            f"{', '.join(map(str, names)) or 'somebody'}: did it get there, and does it run the same script?",
+            names,
         )

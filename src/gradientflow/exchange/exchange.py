@@ -1,8 +1,8 @@
 """What a rank shares with the others of its group: lanes for gradients, a side way for weights, and who is well.
 
-Lanes are roads ([road](road.py)): the process group's own all-reduce (`native`), MPI's (`mpi`), or a pattern that we
-run ourselves over connections of our own (`staged`). Beside them one process group moves initial weights and buffers,
-which may come at any time.
+Lanes are roads ([road](road.py)): the process group's own all-reduce (`native`), MPI's (`mpi`), a pattern that we
+run ourselves over connections of our own (`staged`), or servers that add up for all (`server`). Beside them one process
+group moves initial weights and buffers, which may come at any time.
 
 A failed exchange is `abandon`ed: what it was using is never used again ([Note: abandoned operations] in native.py), and
 `renewed` builds another with the ranks that come.
@@ -11,7 +11,7 @@ A failed exchange is `abandon`ed: what it was using is never used again ([Note: 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -21,14 +21,16 @@ import torch.distributed as dist
 from gradientflow.compress import Answer, Conversation, Gather, Question, Swap, alone
 from gradientflow.errors import DeadlineError, DisagreementError, TrainingError, UsageError
 from gradientflow.exchange.control import Control
-from gradientflow.exchange.groups import backend_for, store_beside
 from gradientflow.exchange.health import LOOK_S, Health, Process
 from gradientflow.exchange.links import Links
+from gradientflow.exchange.members import Members
 from gradientflow.exchange.mpi import Mpi
-from gradientflow.exchange.native import Groups
+from gradientflow.exchange.native import Connecting, Groups
 from gradientflow.exchange.reach import LOOPBACK
 from gradientflow.exchange.road import Pending, TimeIsUp
+from gradientflow.exchange.server.servers import Servers, Wanted
 from gradientflow.exchange.staged import Staged, peers_of
+from gradientflow.exchange.verdict import CUT_OFF_S, SILENT_S
 from gradientflow.patterns import ALL_REDUCES, HALVES, Pattern, scatter_of, two_level
 from gradientflow.plan import NATIVE
 
@@ -57,17 +59,19 @@ class Stamp(NamedTuple):
 
 
 class Exchange:
-    """Lanes over the members of `group`, for tensors on `device`. Constructing it is a collective call.
+    """Lanes over `members`, or over those of a process group, for tensors on `device`. Constructing it is a collective
+    call.
 
     patterns: names of the patterns that messages may be carried by, beside the group's own all-reduce.
     address: at which the other ranks reach this one; for patterns.
     mpi: sums go over MPI instead of the group.
     mesh: what a codec gathers or swaps goes over connections of our own too, if there are patterns.
+    servers: questions go through them instead of the group.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        members: dist.ProcessGroup | Members,
         device: torch.device,
         num_lanes: int,
         deadline_s: float,
@@ -75,12 +79,14 @@ class Exchange:
         address: str = LOOPBACK,
         mpi: bool = False,
         mesh: bool = False,
+        servers: Wanted | None = None,
         previous: Exchange | None = None,
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.global_rank = dist.get_rank()
-        self.world = dist.get_world_size(group)
-        self.backend = backend_for(group, device)
+        who = members if isinstance(members, Members) else Members.of(members, device)
+        self.rank, self.world, self.backend = who.rank, len(who.names), who.backend
+        #: Members as the whole job counts them.
+        self.members = who.names
+        self.global_rank = who.names[who.rank]
         self.deadline_s = deadline_s
         self.num_lanes = num_lanes or _default_lanes(self.backend)
         self.patterns = tuple(patterns)
@@ -91,22 +97,27 @@ class Exchange:
             )
         if mpi and device.type != "cpu":
             raise UsageError(f"the model is on {device.type}: -mpi runs on CPUs only; use -a2a")
-        self._group, self._device, self._address, self._over_mpi = group, device, address, mpi
+        if servers and device.type != "cpu":
+            raise UsageError(f"the model is on {device.type}: -ps runs on CPUs only; use -a2a")
+        self._who, self._device, self._address, self._over_mpi = who, device, address, mpi
         self._mesh = mesh and bool(patterns)
+        self._wanted = servers
         self._abandoned = False
         self._num_broadcasts = 0
         #: How often its members have met again, whatever came of it: where they met, things lie about.
         self._num_meetings = 0
-        self._store: dist.Store = previous._another_corner() if previous else store_beside(group)
-        known: tuple[Process, ...] = previous.health.processes if previous else ()
-        #: The ranks of the group as the whole job counts them.
-        self.members = tuple(dist.get_process_group_ranks(group))
+        self._store: dist.Store = previous._another_corner() if previous else _corner_of(who, deadline_s)
+        known: tuple[Process, ...] = previous.health.processes if previous else who.processes
         beacons = dist.PrefixStore("beacons", self._store)
-        self.health: Health = Health(beacons, self.rank, self.members, deadline_s, known)
+        # Servers hear of a worker that died, so that one that is only silent can be waited for.
+        silent_s = SILENT_S if servers is None else CUT_OFF_S
+        self.health: Health = Health(beacons, self.rank, self.members, deadline_s, known, silent_s)
         control = dist.PrefixStore("control", self._store)
         self.control = Control(control, self.rank, self.members, deadline_s, self.health)
         self._groups, self._staged = Groups.none(), Staged.none()
         self._sums: Groups | Mpi = self._groups
+        #: None: ranks exchange among themselves, each lane in the plan's order.
+        self.servers: Servers | None = None
         try:
             self._meet(previous)
         except BaseException as error:
@@ -123,20 +134,39 @@ class Exchange:
         texts = self.control.gather(Process.this().model_dump_json(), purpose)
         if previous:
             previous._num_meetings += 1
-        if self.world > 1:
-            # Gloo's own time limit is a backstop: our waits end earlier, and with names.
-            limit_s = self.deadline_s + 30
-            num_lanes = 0 if self._over_mpi else self.num_lanes
-            self._sums = self._groups = Groups(self.backend, self._store, self.rank, self.world, num_lanes, limit_s)
         processes = [Process.model_validate_json(text) for text in texts]
         here = sum(process.host == processes[self.rank].host for process in processes)
         #: How likely it is that a processor's time is missing elsewhere: ranks of this machine for each of its cores.
         self.crowding = min(1.0, here / (os.cpu_count() or 1))
         self.health.start(processes)
+        if self.world > 1:
+            self._sums = self._groups = self._connected()
         if self.world > 1 and self._over_mpi:
             self._sums = Mpi(self.control, self.num_lanes, self._wait_to_connect)
         if self.world > 1 and self.patterns:
             self._connect()
+        if self.world > 1 and self._wanted:
+            corner = (self._store, self.control, self.rank, self.members)
+            self.servers = Servers(self._wanted, self._address, *corner, self.deadline_s)
+        if self.world > 1:
+            # A rank that is connected and fails next would break the connections that others are still making, and
+            # they would report its failure instead of their own.
+            self.control.gather("", "wait until all ranks are connected")
+
+    def _connected(self) -> Groups:
+        # Gloo's own time limit is a backstop: our waits end earlier, and with names.
+        limit_s = self.deadline_s + 30
+        num_lanes = 0 if self._over_mpi or self._wanted else self.num_lanes
+        facts = (self.backend, self._store, self.rank, self.world, num_lanes, limit_s)
+        if self.backend != "gloo":
+            return Groups(*facts)
+        connecting = Connecting(*facts)
+        self.health.enter("groups", 1)
+        try:
+            self._wait(connecting)
+        finally:
+            self.health.leave()
+        return connecting.groups
 
     def _connect(self) -> None:
         links = Links(self._address, self.control, self.rank, self.deadline_s)
@@ -154,6 +184,10 @@ class Exchange:
             return alone(question)
         self.health.enter("gradients", number, detail)
         try:
+            if self.servers is not None:
+                asked = self.servers.ask(question, lane)
+                self._wait(asked)
+                return asked.answer
             if isinstance(question, Gather):
                 into = question.tensor.new_empty((self.world, question.tensor.numel()))
                 if self._mesh:
@@ -180,6 +214,11 @@ class Exchange:
             return None
         finally:
             self.health.leave()
+
+    @property
+    def sums_sparse(self) -> bool:
+        """Whether tensors of a `Sum` may be sparse."""
+        return self.world == 1 or (isinstance(self._sums, Groups) and self.servers is None)
 
     def scratch_nbytes(self, pattern: str, nbytes: int) -> int:
         """What a message of `nbytes` needs beside itself."""
@@ -226,12 +265,14 @@ class Exchange:
         self._sums.abandon()
         self._groups.abandon()
         self._staged.abandon()
+        if self.servers is not None:
+            self.servers.abandon()
         self.health.end(words, culprits)
 
     def renewed(self) -> Exchange:
         """Another exchange with the same members, after this one was abandoned on all of them. Collective."""
-        ways = (self.patterns, self._address, self._over_mpi, self._mesh)
-        return Exchange(self._group, self._device, self.num_lanes, self.deadline_s, *ways, self)
+        ways = (self.patterns, self._address, self._over_mpi, self._mesh, self._wanted)
+        return Exchange(self._who, self._device, self.num_lanes, self.deadline_s, *ways, self)
 
     def close(self) -> None:
         """Give the connections back."""
@@ -239,6 +280,8 @@ class Exchange:
         self._sums.close()
         self._groups.close()
         self._staged.close()
+        if self.servers is not None:
+            self.servers.close()
 
     def _run(self, pattern: str, values: torch.Tensor, lane: int) -> None:
         try:
@@ -271,10 +314,24 @@ class Exchange:
         finally:
             self.health.leave()
 
+    def wait_until(self, done: Callable[[float], bool], number: int, detail: str) -> None:
+        """For gradients that others carry: until `done`, which waits for so many seconds at most, or it is vain."""
+        self.health.enter("gradients", number, detail)
+        try:
+            while not done(min(LOOK_S, self.deadline_s)):
+                self._look()
+        finally:
+            self.health.leave()
+
     def _look(self) -> None:
         if self._abandoned:
             raise TrainingError("this exchange was given up")
-        self.health.check()
+        try:
+            self.health.check()
+        except DeadlineError as error:
+            if self.servers is None or not self.servers.lost:
+                raise
+            raise DeadlineError(f"{error}; {self.servers.lost}", error.ranks) from error
 
     def _broken(self, words: str) -> TrainingError:
         if self._abandoned or self.backend == "nccl":
@@ -294,6 +351,19 @@ def drive(
             answer = exchange.answer(question, lane, number, detail, pattern)
     except StopIteration:
         return nbytes
+
+
+def _corner_of(who: Members, deadline_s: float) -> dist.Store:
+    """Of the store, where nobody else has been. Collective."""
+    if who.processes or len(who.names) == 1:
+        return who.store
+    health = Health(dist.PrefixStore("beacons", who.store), who.rank, who.names, deadline_s, ())
+    health.announce()
+    try:
+        control = Control(dist.PrefixStore("control", who.store), who.rank, who.names, deadline_s, health)
+        return dist.PrefixStore(control.meet("meet the other ranks"), who.store)
+    finally:
+        health.end()
 
 
 def _default_lanes(backend: str) -> int:

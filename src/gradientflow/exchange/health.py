@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gradientflow.documents import Record, parse_json
 from gradientflow.errors import DeadlineError, PeerError
-from gradientflow.exchange.verdict import Beacon, Collective, Life, Peer, Verdict, Wait, judge, slow
+from gradientflow.exchange.verdict import SILENT_S, Beacon, Collective, Life, Peer, Verdict, Wait, judge, slow
 
 BEAT_S = 1.0
 #: How often a waiting thread looks up. Also how long Ctrl-C may take.
@@ -60,15 +60,22 @@ class Health:
 
     members: the ranks of the group in the whole job, by their rank in the group.
     processes: by rank, where they are known from before; else () until `start`.
+    silent_s: how long a beacon, or the store, may be silent.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, members: tuple[int, ...], deadline_s: float, processes: Sequence[Process]
+        self,
+        store: dist.Store,
+        rank: int,
+        members: tuple[int, ...],
+        deadline_s: float,
+        processes: Sequence[Process],
+        silent_s: float = SILENT_S,
     ) -> None:
         self._store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._members = members
-        self._deadline_s = deadline_s
+        self._deadline_s, self._silent_s = deadline_s, silent_s
         # - Said by the training thread
         self.step = 0
         self.place = "attach"
@@ -138,12 +145,30 @@ class Health:
                     return
                 time.sleep(0.1)
 
+    def beats(self) -> dict[int, tuple[int, float]]:
+        """Of members as the whole job counts them: the newest beat, and since when it has been the newest."""
+        return {self._members[rank]: (beacon.beat, since_s) for rank, (beacon, since_s) in self._beacons.items()}
+
+    def behind(self, step: int) -> dict[int, str]:
+        """Of members that are there and have finished fewer exchanges: by rank, how they ended, "" if they have not."""
+        if len(self._members) == 1:
+            return {}
+        self.enter("agreement", 0, "let the others catch up")
+        try:
+            self._refresh()
+        finally:
+            self.leave()
+        peers = {rank: peer for rank, peer in self.peers().items() if peer.life is not Life.GONE}
+        return {rank: peer.beacon.ended for rank, peer in peers.items() if peer.beacon.step < step}
+
     # - While something waits
 
     def enter(self, kind: str, number: int, detail: str = "") -> None:
         """The calling thread is in the `number`-th `kind`, which other ranks must enter too. `leave` it."""
         if number > self._entered.get(kind, 0):
             self._entered[kind] = number
+            # Something came to its end: whoever was stopped has run since, though nobody may have looked meanwhile.
+            self._stopped_since_s.clear()
         self._waits[threading.get_ident()] = (kind, number, detail, time.monotonic())
 
     def leave(self) -> None:
@@ -217,7 +242,7 @@ class Health:
     def _judge_as_known(self, wait: Wait, lives: dict[int, Life]) -> Verdict | None:
         me = Peer(self._compose(), self._members[self._rank], life=Life.RUNNING)
         store_silent_s = time.monotonic() - self._answered_s if self._answers() else 0.0
-        return judge(me, wait, self.peers(lives), store_silent_s, self._deadline_s)
+        return judge(me, wait, self.peers(lives), store_silent_s, self._deadline_s, self._silent_s)
 
     def _refresh(self) -> None:
         """Have the beacons read now. A store that does not answer is not waited for."""

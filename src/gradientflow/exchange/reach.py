@@ -36,6 +36,10 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
 def _source_towards(destination: str) -> str:
     try:
         candidates = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)

@@ -22,6 +22,8 @@ from gradientflow.documents import Record
 STOPPED_S = 4.0
 SILENT_S = 6.0
 CROSSED_S = 3.0
+#: Where somebody else notices that a process died, a host may be cut off for a while, and come back.
+CUT_OFF_S = 20.0
 
 
 class Wait(Record):
@@ -107,10 +109,18 @@ class Verdict:
     culprits: tuple[int, ...]
 
 
-def judge(me: Peer, wait: Wait, peers: Mapping[int, Peer], store_silent_s: float, patience_s: float) -> Verdict | None:
+def judge(
+    me: Peer,
+    wait: Wait,
+    peers: Mapping[int, Peer],
+    store_silent_s: float,
+    patience_s: float,
+    silent_s: float = SILENT_S,
+) -> Verdict | None:
     """Why `wait`, which `me` is in, is vain; None if it may still end. `peers` are all ranks but `me`. No
-    threshold exceeds `patience_s`."""
-    reasons = {rank: _unable(peer, patience_s) or _elsewhere(me, wait, peer) for rank, peer in peers.items()}
+    threshold exceeds `patience_s`. silent_s: how long a beacon may be silent."""
+    silent_s = min(silent_s, patience_s)
+    reasons = {rank: _unable(peer, patience_s, silent_s) or _elsewhere(me, wait, peer) for rank, peer in peers.items()}
     found = {rank: reason for rank, reason in reasons.items() if reason} or _crossed(me, wait, peers, patience_s)
     if found:
         names = {**{rank: peer.name for rank, peer in peers.items()}, me.beacon.rank: me.name}
@@ -119,7 +129,7 @@ def judge(me: Peer, wait: Wait, peers: Mapping[int, Peer], store_silent_s: float
     for peer in peers.values():
         if peer.beacon.ended and peer.beacon.culprits:
             return Verdict(f"{peer.beacon.ended} (as rank {peer.name} found)", peer.beacon.culprits)
-    if store_silent_s >= min(SILENT_S + 1, patience_s):
+    if store_silent_s >= min(silent_s + 1, patience_s):
         words = (
             f"the job's store has not answered for {store_silent_s:.0f} s: the process that holds it (rank 0, unless "
             "the launcher does) is dead, stopped or cut off"
@@ -137,7 +147,7 @@ def slow(wait: Wait, peers: Mapping[int, Peer]) -> Verdict:
     )
 
 
-def _unable(peer: Peer, patience_s: float) -> str:
+def _unable(peer: Peer, patience_s: float, silent_s: float) -> str:
     if peer.beacon.ended:
         return ""  # it said so itself: see `_elsewhere`
     if peer.life is Life.GONE:
@@ -146,7 +156,7 @@ def _unable(peer: Peer, patience_s: float) -> str:
         return f"is stopped (by a signal or a debugger); {peer.last_seen()}"
     # A busy process may keep its beacon waiting (one long call into C that holds the interpreter), so of a
     # process that can be seen to run, silence says nothing.
-    if peer.life is Life.UNKNOWN and peer.silent_s >= min(SILENT_S, patience_s):
+    if peer.life is Life.UNKNOWN and peer.silent_s >= silent_s:
         return f"is silent (dead, stopped or cut off); {peer.last_seen()}"
     return ""
 
