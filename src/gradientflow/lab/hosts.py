@@ -19,7 +19,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -77,6 +77,8 @@ class Lab:
     rate: bits per second of every link, each way; None leaves links as fast as the machine is.
     rates: for single hosts, by number.
     name: shown by `Lab.status`; need not be unique.
+    clouds: hosts that have a switch of their own, by number; () puts all of them at one.
+    between: bits per second of each cloud's link to the others, each way.
     latency_s: added to every packet's way from host to host; needs netem in the kernel."""
 
     def __init__(
@@ -86,6 +88,8 @@ class Lab:
         rates: Mapping[int, float | None] = MappingProxyType({}),
         name: str | None = None,
         *,
+        clouds: Sequence[Sequence[int]] = (),
+        between: float | None = None,
         latency_s: float = 0.0,
     ) -> None:
         if not 1 <= num_hosts <= MOST_HOSTS:
@@ -93,14 +97,17 @@ class Lab:
         unknown = [number for number in rates if number not in range(num_hosts)]
         if unknown:
             raise UsageError(f"a rate for host {unknown[0]}: hosts are numbered 0 to {num_hosts - 1}")
+        if clouds and sorted(itertools.chain(*clouds)) != list(range(num_hosts)):
+            raise UsageError(f"clouds {[list(cloud) for cloud in clouds]}: expected each of {num_hosts} hosts in one")
         by_host = [rates.get(number, rate) for number in range(num_hosts)]
-        for each in by_host:
+        for each in (*by_host, between):
             if each is not None:
                 check_range(each)
+        self._clouds, self._between = clouds or [range(num_hosts)], between
         if not 0.0 <= latency_s <= 10.0:
             raise UsageError(f"latency_s={latency_s}: expected 0 to 10 seconds")
         self.name = name or f"lab-{os.getpid()}-{next(_numbers)}"
-        self.latency_s = latency_s
+        self.rate, self.latency_s = rate, latency_s
         self.hosts: tuple[Host, ...] = ()
         self._owner = os.getpid()
         self._warden, self._into_users, namespaces = _start_warden(self.name, num_hosts, format_rate(rate))
@@ -140,6 +147,16 @@ class Lab:
             Counters(tx_bytes=port[0], rx_bytes=port[8], tx_packets=port[1], rx_packets=port[9])
             for port in (ports[_port(number)] for number in range(len(self.hosts)))
         )
+
+    @contextlib.contextmanager
+    def cut_off(self, host: int) -> Iterator[None]:
+        """Meanwhile no packet comes or goes; connections are not told."""
+        switch = self._entrance(f"/proc/{self._warden_alive()}/ns/net")
+        run_all([Batch(switch, "ip", [f"link set {_port(host)} down"])])
+        try:
+            yield
+        finally:
+            run_all([Batch(switch, "ip", [f"link set {_port(host)} up"])])
 
     # - Its end
 
@@ -192,23 +209,39 @@ class Lab:
                 raise UsageError(
                     f"latency_s={self.latency_s:g} needs netem, which this kernel does not offer: leave it 0 ({words})"
                 )
-        links = ["link add switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0", "link set switch up"]
-        shapes: list[str] = []
+        links, shapes = self._switches()
         batches: list[Batch] = []
+        switch_of = {number: _switch(index) for index, cloud in enumerate(self._clouds) for number in cloud}
         for number, host in enumerate(self.hosts):
             port, inside = _port(number), self._entrance(host.namespace)
             links.append(
                 f"link add {port} mtu 1500 type veth peer name {host.interface} mtu 1500 netns {host.namespace}"
             )
-            links.append(f"link set {port} master switch up")
-            shapes += qdiscs(port, host.rate)
+            links.append(f"link set {port} master {switch_of[number]} up")
+            shapes += qdiscs(port, host.rate, num_hosts=len(self.hosts))
             set_up = ["link set lo up", f"address add {host.address}/24 dev {host.interface}"]
             if host.rate is not None:
-                set_up.append(f"link set {host.interface} gso_max_segs {Bucket.of(host.rate).num_segments}")
+                num_segments = Bucket.of(host.rate, len(self.hosts)).num_segments
+                set_up.append(f"link set {host.interface} gso_max_segs {num_segments}")
             batches.append(Batch(inside, "ip", [*set_up, f"link set {host.interface} up"]))
-            batches.append(Batch(inside, "tc", qdiscs(host.interface, host.rate, self.latency_s)))
+            batches.append(Batch(inside, "tc", qdiscs(host.interface, host.rate, self.latency_s, len(self.hosts))))
         run_all([Batch(switch, "ip", links)])
         run_all([batch for batch in [Batch(switch, "tc", shapes), *batches] if batch.lines])
+
+    def _switches(self) -> tuple[list[str], list[str]]:
+        """One for each cloud; if there are several, another one that joins them."""
+        links: list[str] = []
+        shapes: list[str] = []
+        names = [_switch(index) for index in range(len(self._clouds))]
+        for name in [*names, _CORE] if len(names) > 1 else names:
+            links.append(f"link add {name} type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
+            links.append(f"link set {name} up")
+        for index, name in enumerate(names) if len(names) > 1 else ():
+            near, far = f"up{index}", f"down{index}"
+            links.append(f"link add {near} mtu 1500 type veth peer name {far} mtu 1500")
+            links += [f"link set {near} master {name} up", f"link set {far} master {_CORE} up"]
+            shapes += [line for end in (near, far) for line in qdiscs(end, self._between, num_hosts=len(self.hosts))]
+        return links, shapes
 
     def _entrance(self, namespace: str) -> list[str]:
         users = [f"--user=/proc/{self._warden_alive()}/ns/user", "--preserve-credentials"]
@@ -220,8 +253,15 @@ class Lab:
         return self._warden.pid
 
 
+_CORE = "core"
+
+
 def _port(host: int) -> str:
     return f"host{host}"
+
+
+def _switch(cloud: int) -> str:
+    return f"switch{cloud}"
 
 
 def _start_warden(name: str, num_hosts: int, rate: str) -> tuple[subprocess.Popen[str], bool, list[str]]:

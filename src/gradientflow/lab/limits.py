@@ -10,13 +10,16 @@ A token bucket (`tc tbf`) sits on both ends of a port. Three of its numbers deci
   would.
 - *Burst.* What an idle link lets through at once: too much makes small messages free, too little is lost whenever the
   timer is late. Half a millisecond was the least that kept four hosts in a ring at 1 Gbit/s on two busy cores. What
-  is sent after a pause therefore arrives up to 0.4 ms before it could on a wire.
+  is sent after a pause therefore arrives up to 0.4 ms before it could on a wire. Each burst costs processors about the
+  same, whatever the rate: eight hosts that sent and received all the time kept one of two cores busy with nothing but
+  packets. So it grows with the number of hosts for each core.
 - *Queue.* A switch's buffer: three senders at one receiver lose nothing at 20 ms, and some packets at 5.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import NamedTuple
 
@@ -27,6 +30,7 @@ PACKET_NBYTES = 1514
 PAYLOAD_NBYTES = 1448
 
 BURST_S = 0.0005
+HOSTS_OF_A_CORE = 2
 QUEUE_S = 0.020
 
 #: Beyond these the 32-bit numbers inside tbf overflow.
@@ -80,8 +84,10 @@ class Bucket(NamedTuple):
     num_segments: int
 
     @classmethod
-    def of(cls, rate: float) -> Bucket:
-        burst = max(4 * PACKET_NBYTES, int(rate / 8 * BURST_S))
+    def of(cls, rate: float, num_hosts: int = 1) -> Bucket:
+        """In a lab of so many hosts."""
+        crowding = max(1.0, num_hosts / HOSTS_OF_A_CORE / (os.cpu_count() or 1))
+        burst = max(4 * PACKET_NBYTES, int(rate / 8 * BURST_S * crowding))
         queue = max(64 * PACKET_NBYTES, int(rate / 8 * QUEUE_S))
         return cls(rate, burst, queue, min(_MOST_SEGMENTS, burst // 2 // PACKET_NBYTES))
 
@@ -94,9 +100,9 @@ def goodput(rate: float) -> float:
     return rate * PAYLOAD_NBYTES / PACKET_NBYTES
 
 
-def qdiscs(device: str, rate: float | None, latency_s: float = 0.0) -> list[str]:
+def qdiscs(device: str, rate: float | None, latency_s: float = 0.0, num_hosts: int = 1) -> list[str]:
     """Lines for `tc -batch` that make what `device` sends wait for its latency, then for its turn at `rate`."""
-    lines = [] if rate is None else [f"qdisc add dev {device} root handle 1: {Bucket.of(rate)}"]
+    lines = [] if rate is None else [f"qdisc add dev {device} root handle 1: {Bucket.of(rate, num_hosts)}"]
     if latency_s:
         # What is on its way lies in netem's queue, and no more than the bucket's own queue beside it.
         flight = (latency_s + QUEUE_S) * (_FASTEST if rate is None else rate) / 8 / PACKET_NBYTES

@@ -18,10 +18,12 @@ from gradientflow.exchange import Exchange, drive
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.recipe import Recipe
 from gradientflow.runtime.attach import DEADLINE_S
-from gradientflow.runtime.compression import Compression, share_of
+from gradientflow.runtime.compression import Compression, joined
 from gradientflow.runtime.fingerprint import compare
-from gradientflow.runtime.flow import as_states
+from gradientflow.runtime.handle import as_states
 from gradientflow.runtime.pool import extents
+from gradientflow.runtime.states import COMPRESSION, RANKS, Shares, kept_by, shares
+from gradientflow.saved import count, reading
 
 
 class Talk:
@@ -48,7 +50,7 @@ class Talk:
         self.exchange = Exchange(group, device, 1, deadline_s)
         compare(self.exchange.control, {"codec": codec})
         self._parcels: list[Parcel] = []
-        self._loaded: Sequence[Mapping[str, Any]] | None = None
+        self._loaded: Shares | None = None
         self._step = 0
         self._finite = True
 
@@ -106,17 +108,20 @@ class Talk:
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {"version": 1, "step": self._step}
         if self.compression:
-            found["compression"] = self._loaded[0] if self._loaded else self.compression.state_dict()
+            kept = {COMPRESSION: self._loaded.states[0] if self._loaded else self.compression.state_dict()}
+            found |= kept_by(self.exchange.rank, self.exchange.world, kept)
         return found
 
+    @reading("the state")
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """To be used when it is known how messages are laid out. One rank's own, or those of all ranks."""
         states = as_states(state)
         if any(not isinstance(each, Mapping) or each.get("version") != 1 or "step" not in each for each in states):
             raise UsageError("expected what state_dict() gave, version 1, or a list of those of all ranks")
-        if self.compression and (compressed := [each["compression"] for each in states if "compression" in each]):
-            self._loaded = [share_of(compressed, self.exchange.rank, self.exchange.world)]
-        self._step = int(states[0]["step"])
+        if self.compression and all(RANKS in each for each in states):
+            given = shares(states, self.exchange.rank, self.exchange.world)
+            self._loaded = Shares([dict(joined(given.of(COMPRESSION)))])
+        self._step = count(states[0], "step")
         self._parcels = []
 
     @property
@@ -133,8 +138,17 @@ class Averager:
     """`average_(tensors)` makes each the mean over ranks, as a codec can: what that leaves over is remembered by name,
     and is part of the next call. Constructing one and calling it are collective.
 
-        averager = gf.Averager("int8")
-        averager.average_({"weight": weight, "bias": bias})
+    codec: as after the first "+" of a recipe, such as "int8", "csc:10%+fp16".
+    process_group: the default one unless given.
+    device: where tensors are.
+    deadline_s: how long any one wait for ranks that are alive may last.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> averager, weight = Averager("int8"), torch.tensor([1.0, -2.0])
+    >>> averager.average_({"weight": weight}), weight
+    (True, tensor([ 1., -2.]))
+    >>> averager.close()
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -209,4 +223,5 @@ class Averager:
         self._talk.load_state_dict(state)
 
     def close(self) -> None:
+        """Let go of connections. What is left over is gone, unless `state_dict()` was taken before."""
         self._talk.close()

@@ -15,6 +15,7 @@ from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
 from gradientflow.runtime.momentum import BorrowedMomentum, holder_of, why_not
 from gradientflow.runtime.optimizers import Given, held_by
+from gradientflow.runtime.states import Shares
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ class Compression:
         self._rank, self._world = 0, 1
         self._optimizer: torch.optim.Optimizer | None = None
         self._momentum: BorrowedMomentum | None = None
+        #: Nothing is left to remember, momentum is the optimizer's own affair: until a plan compresses something again.
+        self._stands_aside = False
         self._num_unused = 0  # steps that counted since the optimizer's last
         self._views: Mapping[str, torch.Tensor] = {}  # of gradients, in the pool
 
@@ -37,7 +40,12 @@ class Compression:
     @property
     def update_is_due(self) -> bool:
         """Whether velocities have been sent that the optimizer has not seen."""
-        return self._num_unused > 0 and self._momentum is not None and self._momentum.is_set
+        return self._num_unused > 0 and self._borrows is not None and self._borrows.is_set
+
+    @property
+    def _borrows(self) -> BorrowedMomentum | None:
+        """Gradients are velocities: whose."""
+        return None if self._stands_aside else self._momentum
 
     def meet_optimizer(
         self, optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str], *, aloud: bool
@@ -59,6 +67,8 @@ class Compression:
             decays = self._momentum.state_dict() if self._momentum else {}
             self._momentum = BorrowedMomentum(optimizer, names)
             self._momentum.load_state_dict(decays)
+            if self._stands_aside:
+                self._momentum.release()
         elif aloud and self._momentum is None:
             _log.warning("gradients that wait are plain sums, no velocities: %s", objection)
 
@@ -69,6 +79,8 @@ class Compression:
         self._views = views
         self._rank, self._world = exchange.rank, exchange.world
         self._codec.lay_out(parcels, exchange.rank, exchange.world, plan.digest, plan.layout)
+        if self._stands_aside and not self._codec.can_settle:
+            self._stand(aside=False)
 
     def closing(self) -> Conversation:
         """What ranks ask each other when all messages of a step have been carried."""
@@ -79,17 +91,30 @@ class Compression:
     def begin(self, weight: float) -> None:
         """weight: of this step's gradients, beside what is left over from others."""
         self.after_update()  # a step that an exception ended was not followed by it
-        if self._momentum is None:
-            self._codec.begin({}, self._unit(), weight, self._rate())
-            return
-        if velocities := self._momentum.take_velocities():  # the mean over ranks is what all of them had
-            shares = {name: _as_it_lies(values / self._world, self._views[name]) for name, values in velocities.items()}
-            self._codec.take_over(MOMENTUM, shares)
-        self._codec.begin(self._momentum.momenta(), self._unit(), weight, self._rate())
+        if borrows := self._borrows:
+            if velocities := borrows.take_velocities():  # the mean over ranks is what all of them had
+                shares = {name: _as_it_lies(v / self._world, self._views[name]) for name, v in velocities.items()}
+                self._codec.take_over(MOMENTUM, shares)
+            if self._codec.settled:
+                self._hand_back(borrows)
+        momenta = self._borrows.momenta() if self._borrows else {}
+        self._codec.begin(momenta, self._unit(), weight, self._rate())
+
+    def _hand_back(self, momentum: BorrowedMomentum) -> None:
+        shares = {name: (flat, self._views[name]) for name, flat in self._codec.give_up_velocities().items()}
+        momentum.hand_back(
+            {name: _as_it_is_shaped(flat * self._world, view).view(view.shape) for name, (flat, view) in shares.items()}
+        )
+        self._stands_aside = True
+
+    def _stand(self, *, aside: bool) -> None:
+        if self._momentum is not None and aside != self._stands_aside:
+            self._momentum.release() if aside else self._momentum.hold()
+        self._stands_aside = aside
 
     def _rate(self) -> float:
-        """The learning rate of most parameters, as far as it is known."""
-        if self._optimizer is None or not self._optimizer.param_groups:
+        """The learning rate of most parameters, as far as it is known. Only a guard asks for it."""
+        if self._codec.guard is None or self._optimizer is None or not self._optimizer.param_groups:
             return 1.0
         group = max(self._optimizer.param_groups, key=lambda each: sum(p.numel() for p in each["params"]))
         return float(group.get("lr", 1.0))
@@ -119,12 +144,12 @@ class Compression:
         """Gets the arguments of `step` and gives others: a closure lends momentum."""
         self._num_unused = 0
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._momentum is None or self._momentum is not holder_of(optimizer):
+        if self._borrows is None or self._borrows is not holder_of(optimizer):
             return None
-        return args[:1], {"closure": _Lending(self._momentum, closure)}
+        return args[:1], {"closure": _Lending(self._borrows, closure)}
 
     def holds_momentum_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._momentum is not None and self._momentum is holder_of(optimizer)
+        return self._borrows is not None and self._borrows is holder_of(optimizer)
 
     def after_update(self) -> None:
         if self._momentum is not None:
@@ -140,17 +165,32 @@ class Compression:
         decays = self._momentum.state_dict() if self._momentum else {}
         codec = self._codec.state_dict()
         codec["slots"] = self._each(codec["slots"], _as_it_is_shaped)
-        return {"rank": self._rank, "world": self._world, "codec": codec, "decays": decays}
+        return {"codec": codec, "decays": decays, "stands_aside": self._stands_aside}
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """One rank's, to be this one's again; or those of all ranks of another world, of which each takes its share."""
-        state = share_of(states, self._rank, self._world)
+    def load_state_dict(self, given: Shares) -> None:
+        """This rank's own; or, of another world, what it takes over."""
+        state = joined(given)
         codec = state["codec"]
         self._codec.check(codec)
+        for name, velocity in state["decays"].items():
+            if name in self._views and velocity.shape != self._views[name].shape:
+                raise UsageError(f"the state was saved for another model: {name!r} had another shape")
         lying = self._each(codec["slots"], lambda flat, view: _as_it_lies(flat.view(view.shape), view))
         self._codec.load_state_dict({**codec, "slots": lying})
+        self._stand(aside=bool(state.get("stands_aside")))
         if self._momentum is not None:
             self._momentum.load_state_dict(state["decays"])
+            if MOMENTUM in codec["slots"]:
+                self._momentum.take_velocities()  # of a step that is not the one that was saved
+
+    def in_common(self) -> dict[str, Any]:
+        """Of the state, what is the same on all ranks."""
+        state = self.state_dict()
+        return state | {"codec": state["codec"] | {"slots": {}, "part": {}, "signature": ""}}
+
+    def begin_as(self, others: Mapping[str, Any]) -> None:
+        """With what ranks have in common, and nothing left over."""
+        self.load_state_dict(Shares([dict(others)]))
 
     def _each(
         self,
@@ -166,24 +206,15 @@ class Compression:
         }
 
 
-def share_of(states: Sequence[Mapping[str, Any]], rank: int, world: int) -> Mapping[str, Any]:
+def joined(given: Shares) -> Mapping[str, Any]:
     """Of what `Compression.state_dict` gave on some ranks, what this one goes on with."""
-    missing = [key for state in states for key in ("rank", "world", "codec", "decays") if key not in state]
+    missing = [key for state in given.states for key in ("codec", "decays") if not isinstance(state.get(key), Mapping)]
     if missing:
         raise UsageError(f"the state of compression lacks {missing[0]}: it is not what state_dict() gave")
-    worlds = {int(state["world"]) for state in states}
-    ranks = sorted(int(state["rank"]) for state in states)
-    own = [state for state in states if (state["rank"], state["world"]) == (rank, world)]
-    if own and (len(states) == 1 or ranks == list(range(*worlds))):
-        return own[0]
-    if len(worlds) == 1 and ranks == list(range(*worlds)):
-        codec = summed([state["codec"] for state in states], 1.0 / world)
-        return {"rank": rank, "world": world, "codec": codec, "decays": states[0]["decays"]}
-    saved_by = min(worlds)
-    raise UsageError(
-        f"what rank {ranks[0]} of {saved_by} has not sent yet is not what rank {rank} of {world} has: "
-        f"give load_state_dict() the state that this rank saved, or a list of those of all {saved_by} ranks"
-    )
+    if given.is_own:
+        return given.states[0]
+    codec = summed([state["codec"] for state in given.states], given.factor)
+    return {"codec": codec, "decays": given.states[0]["decays"]}
 
 
 class _Lending(NamedTuple):

@@ -1,6 +1,6 @@
-"""A flow: the hooks that carry a model's gradients from backward to everybody's optimizer.
+"""A flow of gradients: the hooks that carry a model's gradients from backward to everybody's optimizer.
 
-`Flow` watches the training loop and knows nothing of how gradients travel. A training step, as seen from
+`GradientFlow` watches the training loop and knows nothing of how gradients travel. A training step, as seen from
 here:
 
     forward       buffers are made rank 0's, as DDP does; a flow that broke down before meets the others anew
@@ -19,51 +19,63 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gradientflow.documents import Record
-from gradientflow.errors import DisagreementError, NonFiniteError, TrainingError, UsageError
+from gradientflow.documents import parse_json
+from gradientflow.errors import (
+    DeadlineError,
+    DisagreementError,
+    NonFiniteError,
+    PeerError,
+    TrainingError,
+    UsageError,
+)
 from gradientflow.exchange import Exchange, Moment, Stamp
-from gradientflow.plan import Plan
+from gradientflow.exchange.members import Members
+from gradientflow.exchange.roster import Generation, Roster
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.runtime.autograd import accumulator_of, after_enclosing_node, at_end_of_backward, inside_backward
 from gradientflow.runtime.context import ContextGradients
+from gradientflow.runtime.handle import Carried, Crew, Flow, as_states, open_flows, trainable
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.master import MasterWeights
 from gradientflow.runtime.momentum import holder_of
 from gradientflow.runtime.observe import ForwardObserver
-from gradientflow.runtime.optimizers import AnyOptimizer, Given, OneOptimizer, Optimizers
+from gradientflow.runtime.optimizers import AnyOptimizer, Given, OneOptimizer, Optimizers, check_known
 from gradientflow.runtime.options import Options
+from gradientflow.runtime.regrouping import Stand, behind, hand_over, most_advanced
+from gradientflow.runtime.sameness import differing, disagreement
 from gradientflow.runtime.skips import Forwards, Skipped, compare_skips
+from gradientflow.saved import count, reading
 from gradientflow.trace import MAIN, Recorder, Span, Trace
 
 _log = logging.getLogger(__name__)
-
-
-class Memory(Record):
-    """What a flow holds, in bytes."""
-
-    pool: int = 0
-    #: What a codec holds beside the pool while messages are on the wire, at most.
-    wire: int = 0
-    master_weights: int = 0
-    #: What a codec keeps from step to step.
-    remembered: int = 0
 
 
 #: Given what the node passed on (nothing) and what it got: (gradient,), or (None,) from a function that gave none.
 ArrivalHook = Callable[[object, Sequence[torch.Tensor | None]], None]
 
 
-class Flow(ABC):
-    """Made by `gradientflow.attach`; a context manager."""
+#: So often may a step fail among the same workers before it is given up.
+MOST_VAIN = 3
+#: What a flow whose workers come and go outlives.
+_LOST = (PeerError, DeadlineError)
+
+
+class _Overtaken(Exception):
+    """The others have finished the step that this rank was in."""
+
+
+class GradientFlow(Flow):
+    """Of which gradients travel."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Exchange, options: Options
@@ -92,11 +104,23 @@ class Flow(ABC):
         self._local: set[int] = set()  # parameters with gradients from no_sync(), not exchanged since
         self._forwards = Forwards()
         self._num_contributing = exchange.world
+        self._verified_at = 0  # they were broadcast when it began
         self._context = ContextGradients()
         self._done: Skipped | None = None  # in the step that was exchanged last
         self._joined = False  # this rank has run out of inputs and only keeps the others company
         self._stepped_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._broken: TrainingError | None = None
+
+        # - Workers that come and go
+        self._roster: Roster | None = None
+        self._open_exchange: Callable[[Members], Exchange]
+        self._lost: TrainingError | None = None  # the exchange is given up, and what this rank has is whole
+        self._regrouped_at = -1  # at this step
+        self._num_vain = 0  # generations of the same workers since a step was finished
+        self._kept: dict[int, torch.Tensor] = {}  # of this step, gradients as backward gave them
+        self._carried: dict[str, Carried] = {}
+        self._brought: dict[str, Any] = {}  # for what is still to be carried
+        self._brought_groups: Sequence[Mapping[str, Any]] = ()  # of the optimizer; until the first step
 
         # - What is measured
         self._recorder = Recorder()
@@ -156,7 +180,7 @@ class Flow(ABC):
             self._handles.append(self._model.register_forward_hook(_uncompiled(self._after_forward)))
         self._exchange.health.place = "between attach and the first forward pass"
         self._exchange.health.trainer = threading.get_ident()
-        _open_flows.add(self)
+        open_flows.add(self)
         atexit.register(self.close)
 
     # - What a way of travelling has to say
@@ -175,14 +199,20 @@ class Flow(ABC):
         Returns whether any rank had `skipped` anything; None if that is still on its way, and `_conclude` will be
         called when it is there."""
 
-    @property
-    @abstractmethod
-    def plan(self) -> Plan:
-        """What is being sent in which order."""
+    def _own_gradients(self, missing: list[int]) -> dict[int, torch.Tensor]:
+        """Before the exchange: this rank's gradients of this step, so that they can be given again."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def memory(self) -> Memory:
-        """Bytes held beyond the model, the optimizer and the process group."""
+    def _give_again(self, own: Mapping[int, torch.Tensor], arrived: Sequence[int]) -> None:
+        """They are those of `_own_gradients`, in a step that is opened anew."""
+        raise NotImplementedError
+
+    def _memory_of_codec(self) -> dict[str, Any]:
+        """What a codec remembers that is the same on all ranks."""
+        return {}
+
+    def _remember(self, memory: Mapping[str, Any]) -> None:
+        """It is `_memory_of_codec` of another rank; what was this rank's alone is forgotten."""
 
     @abstractmethod
     def _abandon(self) -> None:
@@ -192,10 +222,10 @@ class Flow(ABC):
     def _restart(self) -> None:
         """There is a new exchange, or other parameters: build anew what hangs on them. Collective."""
 
-    def _begin(self) -> None:  # noqa: B027 - nothing, unless a way of travelling says otherwise
+    def _begin(self) -> None:
         """The first gradient of a step is about to be taken up."""
 
-    def _settle(self) -> None:  # noqa: B027
+    def _settle(self) -> None:
         """Every rank has finished the step: what has to be agreed on before the next may be done here."""
 
     def _num_calls_outside(self) -> int:
@@ -217,6 +247,24 @@ class Flow(ABC):
         """How many exchanges have been finished."""
         return self._step
 
+    @property
+    def crew(self) -> Crew:
+        generation = self._roster.generation if self._roster else None
+        exchange = self._exchange
+        return Crew(generation.number if generation else 0, exchange.rank, exchange.world, exchange.members)
+
+    def carry(self, **things: Carried) -> None:
+        for name, thing in things.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise UsageError(f"carry({name}=...): {type(thing).__name__} has no state_dict() and load_state_dict()")
+            self._carried[name] = thing
+            if name in self._brought:
+                thing.load_state_dict(self._brought.pop(name))
+        if self._brought_groups and isinstance(self._optimizers, OneOptimizer):
+            # A scheduler that was made since has set them as at the beginning.
+            for group, theirs in zip(self._optimizers.optimizer.param_groups, self._brought_groups, strict=True):
+                group.update({name: value for name, value in theirs.items() if name != "params"})
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate, on this rank. Enter it on all ranks alike."""
@@ -225,11 +273,6 @@ class Flow(ABC):
             yield
         finally:
             self.exchanging = before
-
-    @property
-    def gated(self) -> bool:
-        """Whether `optimizer.step()` is put off, part by part, until the next forward pass needs its result."""
-        return False
 
     def synchronize(self) -> None:
         """Return when every gradient of the last exchanged backward pass is the average over ranks and every step
@@ -259,11 +302,16 @@ class Flow(ABC):
             previous_s = at_s
         return Profile(tensors=tuple(tensors))
 
+    @property
+    def alike(self) -> bool:
+        return self._options.broadcast_buffers or not any(True for _ in self._model.buffers())
+
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved with a checkpoint, on every rank."""
         masters = self._masters.state_dict() if self._masters else {}
         return {"version": 1, "step": self._step, "master_weights": masters}
 
+    @reading("the state")
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take over a `state_dict`, on all ranks together; after the model's own.
 
@@ -271,14 +319,13 @@ class Flow(ABC):
         state = as_states(state)[0]
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise UsageError("expected what state_dict() of a flow gave, version 1")
-        missing = {"step", "master_weights"} - state.keys()
-        if missing:
-            raise UsageError(f"the state lacks {', '.join(sorted(missing))}: it is not what state_dict() gave")
-        if bool(state["master_weights"]) != (self._masters is not None):
+        masters = state.get("master_weights", {})  # torch.distributed.checkpoint leaves out what is empty
+        if bool(masters) != (self._masters is not None):
             raise UsageError("the state was saved with another setting of master_weights")
+        step = count(state, "step")
         if self._masters:
-            self._masters.load_state_dict(state["master_weights"])
-        self._step = self._began_at = int(state["step"])
+            self._masters.load_state_dict(masters)
+        self._step = self._began_at = step
 
     def close(self) -> None:
         """Take everything away that `attach` put there. Finished gradients stay as they are."""
@@ -287,13 +334,17 @@ class Flow(ABC):
         try:
             if self._broken is None:
                 self.catch_up()
+                self._see_the_others_through()
         finally:
             self._let_go()
+            if self._roster is not None:
+                with contextlib.suppress(TrainingError):
+                    self._roster.leave()
 
     def _let_go(self) -> None:
         self._closed = True
         atexit.unregister(self.close)
-        _open_flows.discard(self)
+        open_flows.discard(self)
         for handle in [*self._handles, *self._parameter_handles]:
             handle.remove()
         self._nodes.clear()
@@ -308,17 +359,6 @@ class Flow(ABC):
         else:
             self._exchange.health.linger()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        try:
-            self.close()
-        except TrainingError as error:
-            if kind is None:
-                raise
-            _log.warning("%s; an exception was on its way already", error)
-
     # - For a wrapper that runs the model itself (`Options.forward_is_told`)
 
     def begin_forward(self) -> None:
@@ -326,10 +366,13 @@ class Flow(ABC):
         self._exchange.health.trainer = threading.get_ident()
         if self._opened_s:
             self._break_off(f"broke off the backward pass of step {self._step}")
-        if self._broken is not None:
+        if self._roster is not None:
+            self._look_around(self._roster)
+        elif self._broken is not None:
             self._recover()
         if self._stale or any(parameter.requires_grad for parameter in self._frozen):
             self._take_anew()
+        self._together(self._verify)
         self._exchange.health.place = "forward"
         if self._observer:
             self._observer.begin_forward(record=self._options.gate and not self.gated)
@@ -359,8 +402,8 @@ class Flow(ABC):
         Another flow with some of the same parameters steps aside if its last forward pass has had its exchange:
         wrappers take turns. If that is still to come, both exchange what they share, and both get its average."""
         self.exchanging = self._awaited = exchanging
-        for other in _open_flows:
-            if other is self or other._known.isdisjoint(self._known):
+        for other in open_flows:
+            if other is self or not isinstance(other, GradientFlow) or other._known.isdisjoint(self._known):
                 continue
             if not other._awaited:
                 other.exchanging = False
@@ -376,7 +419,7 @@ class Flow(ABC):
         They are exchanged when it ends, all at once."""
         self._context.context = context
 
-    def catch_up(self) -> None:  # noqa: B027 - nothing, unless a way of travelling puts things off
+    def catch_up(self) -> None:
         """Finish what was put off: gradients of the last exchange, updates by the last step."""
 
     def look_again(self) -> None:
@@ -409,8 +452,8 @@ class Flow(ABC):
         if self._options.forward_is_told:
             return
         self.begin_forward()
-        if self.exchanging and self._options.broadcast_buffers:
-            self.broadcast(list(model.buffers()), Moment.TRAINING)
+        if self.exchanging and self._options.broadcast_buffers and self._step != self._regrouped_at:
+            self._together(lambda: self.broadcast(list(model.buffers()), Moment.TRAINING))
 
     def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
         if self._forward_began_s:
@@ -488,8 +531,10 @@ class Flow(ABC):
         mine = None
         if not self._joined:
             mine = Skipped(self._forwards.num_run, self._forwards.num_unused, health.num_skipped)
-        with self._breaking():
-            somebody_skipped = self._finish(missing, mine is not None and mine.anything)
+        try:
+            somebody_skipped = self._finish_together(missing, mine is not None and mine.anything)
+        except _Overtaken:
+            return
         done_s = self._recorder.clock()
         self._recorder.add(Span("backward", "backward", MAIN, self._opened_s, ended_s, self._step))
         self._recorder.add(Span("exposed", "exposed", MAIN, ended_s, done_s, self._step))
@@ -497,17 +542,27 @@ class Flow(ABC):
             self._masters.take_gradients()
         if not self._joined:
             self._last_arrived_s, self._last_opened_s = self._arrived_s.copy(), self._opened_s
-        self._done = mine
+        self._done, self._brought_groups = mine, ()
         self._step_ended()
         if somebody_skipped is not None:
-            with self._breaking():
-                self._settle()
+            self._settle_together()
             self._conclude(somebody_skipped)
 
     def _conclude(self, somebody_skipped: bool) -> None:
         """It is known what all ranks did: agree on what follows from it."""
-        with self._breaking():
-            offenders = compare_skips(self._exchange.control, self._done) if somebody_skipped else {}
+        try:
+            with self._breaking():
+                if self._lost is not None and somebody_skipped:
+                    raise self._lost
+                offenders = compare_skips(self._exchange.control, self._done) if somebody_skipped else {}
+        except _LOST as error:
+            if self._roster is None:
+                raise
+            # Whether the step counts is not known here: if it does for one of the others, its state tells.
+            self._lost, self._broken = error, None
+            self._step -= 1
+            self._drop_gradients()
+            return
         self._judge(offenders)
 
     def _step_ended(self) -> None:
@@ -515,6 +570,8 @@ class Flow(ABC):
         self._opened_s = 0.0
         self._awaited = False
         self._local.clear()
+        self._kept.clear()
+        self._num_vain = 0
         self._forwards.exchanged()
         self._step += 1
         health = self._exchange.health
@@ -543,6 +600,7 @@ class Flow(ABC):
     def _give_up(self, words: str, culprits: tuple[int, ...]) -> None:
         self._exchange.abandon(words, culprits)
         self._abandon()
+        self._kept.clear()
         self._opened_s = 0.0
         self._watching = self._awaited = False
 
@@ -575,14 +633,182 @@ class Flow(ABC):
                 else f"after '{self._broken}' ranks have made different numbers of comm hook calls ({', '.join(calls)} "
                 "by rank), so the process group that the hook uses is out of step: give a new wrapper a new group"
             )
+        self._begin_with(exchange)
+        self._hold()
+        self._broken = None
+
+    def _begin_with(self, exchange: Exchange) -> None:
         self._exchange = exchange
         exchange.health.step, exchange.health.trainer = self._step, threading.get_ident()
         self._arrived_s[:] = [0.0] * len(self._names)
         self._local.clear()
         self._forwards.exchanged()
         self._restart()
-        self._hold()
-        self._broken = None
+
+    # - Workers that come and go: [Note: steps of generations] in regrouping.py
+
+    def join(self, roster: Roster, open_exchange: Callable[[Members], Exchange]) -> None:
+        """From now on with whoever is there; until now this flow was alone."""
+        self._roster, self._open_exchange = roster, open_exchange
+        self._regroup(None)
+
+    def _look_around(self, roster: Roster) -> None:
+        """Between steps: somebody is lost, or wants to join."""
+        if self._lost is not None:
+            self._broken = self._lost
+            self._abandon()
+        elif self._broken is None and roster.somebody_waits():
+            self._broken = PeerError("a worker joins")
+            self._give_up("makes room for a worker that joins", ())
+        if self._broken is not None:
+            self._regroup(self._broken)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """What all ranks do at this point, unless somebody is lost: then those who are left begin anew behind it."""
+        try:
+            action()
+        except _LOST as error:
+            if self._roster is None:
+                raise
+            self._regroup(error)
+
+    def _finish_together(self, missing: list[int], skipped: bool) -> bool | None:
+        """`_finish`, with whoever is there."""
+        if self._roster is None:
+            with self._breaking():
+                return self._finish(missing, skipped)
+        opened_s, arrived_s, local = self._opened_s, self._arrived_s.copy(), self._local.copy()
+        own = self._own_gradients(missing)
+        while True:
+            try:
+                with self._breaking():
+                    return self._finish(missing, skipped)
+            except _LOST as error:
+                if self._regroup(error):
+                    raise _Overtaken from None
+            self._opened_s = opened_s
+            self._local.update(local)
+            self._give_again(own, [index for index, at_s in enumerate(arrived_s) if at_s])
+            self._arrived_s[:] = arrived_s
+
+    def _settle_together(self) -> None:
+        if self._roster is None:
+            with self._breaking():
+                self._settle()
+            return
+        try:
+            self._settle()
+        except _LOST as error:
+            # The sums are there: this rank takes its step, and meets the others before the next.
+            self._lost = self._explain(error)
+            self._exchange.abandon(str(error), error.ranks)
+
+    def _see_the_others_through(self) -> None:
+        """Before this worker leaves: whoever has not finished the last step may need its state."""
+        roster = self._roster
+        end_s = time.monotonic() + self._exchange.deadline_s
+        while roster is not None and time.monotonic() < end_s:
+            waiting = {} if self._lost else self._exchange.health.behind(self._step)
+            if self._lost is not None or any(waiting.values()):
+                self._broken = self._lost or PeerError("a worker is behind")
+                self._give_up("sees the others through", ())
+                self._regroup(self._broken)
+            elif not waiting:
+                return
+            time.sleep(0.1)
+
+    def _regroup(self, why: TrainingError | None) -> bool:
+        """Go on with whoever is there; whether they had finished the step that this rank was in."""
+        roster = self._roster
+        assert roster is not None
+        began_s, joins, overtaken = self._recorder.clock(), why is None, False
+        try:
+            while True:
+                before = roster.generation
+                late = why.ranks if isinstance(why, DeadlineError) else ()
+                generation = roster.enter(late, self._exchange.health.beats())
+                self._count_vain(before, generation, why)
+                exchange: Exchange | None = None
+                try:
+                    exchange = self._open_exchange(roster.members(self._exchange.backend))
+                    overtaken |= self._even_out(exchange, joins)
+                    joins = False
+                    self._begin_with(exchange)
+                    break
+                except _LOST as error:
+                    why = error
+                    if exchange is not None:
+                        exchange.abandon(str(error), error.ranks)
+        except TrainingError as error:
+            self._broken = error
+            raise
+        self._broken = self._lost = None
+        self._num_contributing = exchange.world
+        self._regrouped_at = self._verified_at = self._step
+        now_s = self._recorder.clock()
+        self._recorder.add(Span("regroup", f"generation {generation.number}", MAIN, began_s, now_s, self._step))
+        if exchange.rank == 0:
+            _log.warning("%s%s", _changes(before, generation, self._step), f" ({why})" if why else "")
+        return overtaken
+
+    def _count_vain(self, before: Generation | None, now: Generation, why: TrainingError | None) -> None:
+        same = before is not None and before.numbers == now.numbers
+        self._num_vain = self._num_vain + 1 if same else 0
+        if self._num_vain > MOST_VAIN and why is not None:
+            raise TrainingError(
+                f"step {self._step} failed {self._num_vain} times among the same workers: {why}", why.ranks
+            )
+
+    def _even_out(self, exchange: Exchange, joins: bool) -> bool:
+        """Bring everybody to the same step, with the same state; whether this rank was behind. Collective."""
+        own = Stand(step=self._step, joins=joins)
+        texts = exchange.control.gather(own.model_dump_json(), "compare steps")
+        stands = [parse_json(Stand, text, f"the stand of rank {rank}") for rank, text in enumerate(texts)]
+        source, lacking = most_advanced(stands), behind(stands)
+        step = stands[source].step
+        buffers = dict(self._model.named_buffers()) if self._options.broadcast_buffers else {}
+        if not lacking:
+            exchange.broadcast(list(buffers.values()), Stamp(step, Moment.START), source)
+            return False
+        state = hand_over(exchange, source, self._whole_state, step)
+        if exchange.rank not in lacking:
+            _copy_into(buffers, state["buffers"])
+            return False
+        if not joins and step != self._step + 1:
+            raise TrainingError(
+                f"worker {exchange.global_rank} stands at step {self._step}, the others at {step}: load a checkpoint"
+            )
+        self._take_over(state, joins=joins)
+        return not joins
+
+    def _whole_state(self) -> dict[str, Any]:
+        assert isinstance(self._optimizers, OneOptimizer)
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in self._model.named_parameters()},
+            "buffers": dict(self._model.named_buffers()),
+            "optimizer": self._optimizers.optimizer.state_dict(),
+            "flow": GradientFlow.state_dict(self),
+            "codec": self._memory_of_codec(),
+            "carried": {name: thing.state_dict() for name, thing in self._carried.items()},
+        }
+
+    def _take_over(self, state: Mapping[str, Any], *, joins: bool) -> None:
+        assert isinstance(self._optimizers, OneOptimizer)
+        optimizer = self._optimizers.optimizer
+        _copy_into(dict(self._model.named_parameters()), state["parameters"])
+        _copy_into(dict(self._model.named_buffers()), state["buffers"])
+        theirs = state["optimizer"]
+        if not joins:  # the loop is in the same step as theirs was, and will change groups as theirs did
+            theirs = {**theirs, "param_groups": optimizer.state_dict()["param_groups"]}
+        optimizer.load_state_dict(theirs)
+        GradientFlow.load_state_dict(self, state["flow"])
+        self._remember(state["codec"])
+        self._drop_gradients()
+        if joins:
+            self._brought, self._brought_groups = dict(state["carried"]), theirs["param_groups"]
+            return
+        self._began_at = self._step - 1  # the loop's `step()` belongs to it, and finds nothing to do
+        self._stepped_at.clear()
 
     def _take_anew(self) -> None:
         """Parameters that were frozen are trainable now, or have another dtype. Collective: it is so on all
@@ -593,6 +819,26 @@ class Flow(ABC):
         with self._breaking():
             self._restart()
         self._hold()
+
+    def _verify(self) -> None:
+        """Collective, in the first forward pass after every so many steps."""
+        every = self._options.verify_every
+        if self._verified_at == self._step or self._num_contributing != self._exchange.world:
+            return
+        # A worker that joined may have set something of its optimizer by itself: the first step would show it.
+        after_regrouping = self._roster is not None and self._step == self._regrouped_at + 1
+        if not (after_regrouping or (every and self._step % every == 0)):
+            return
+        self._verified_at = self._step
+        self.catch_up()
+        began_s = self._recorder.clock()
+        masters = self._masters.by_name() if self._masters else {}
+        compared = {**self._parameters, **{f"{name} (its master)": master for name, master in masters.items()}}
+        with self._breaking():
+            found = differing(self._exchange, compared, self._step + 1, f"parameters after step {self._step}")
+        self._recorder.add(Span("verify", "parameters", MAIN, began_s, self._recorder.clock(), self._step))
+        if found:
+            raise disagreement(self._exchange, found, self._step)
 
     # - Judgement
 
@@ -636,7 +882,7 @@ class Flow(ABC):
     ) -> Given | None:
         """Gets the arguments of `step`, and may give others in their place."""
         self._check_whole()
-        self._check_owners()
+        check_known(self._optimizers.parameters(), self._known)
         self._check_momentum(optimizer)
         if self._local and isinstance(self._optimizers, OneOptimizer) and self._optimizers.alone:
             raise UsageError(
@@ -648,15 +894,6 @@ class Flow(ABC):
         self._stepped_at[optimizer] = self._step
         self._exchange.health.place = "optimizer.step()"
         return None
-
-    def _check_owners(self) -> None:
-        """Everything the optimizer updates must be exchanged, also what it was given since `attach`."""
-        for parameter in self._optimizers.parameters():
-            if id(parameter) not in self._known and parameter.requires_grad:
-                raise UsageError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not there or not "
-                    "trainable when attach() was called: its gradients are not averaged. close() and attach again"
-                )
 
     def _check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """What another wrapper around the same parameters keeps of it, this one's gradients would be without."""
@@ -689,8 +926,18 @@ class Flow(ABC):
             self._masters.refresh()
 
 
-def as_states(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    return state if isinstance(state, list | tuple) and state else [state]  # type: ignore[list-item]
+@torch.no_grad()
+def _copy_into(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.data.copy_(values[name])
+
+
+def _changes(before: Generation | None, now: Generation, step: int) -> str:
+    then = before.numbers if before else ()
+    gone = [f"without worker {number}" for number in then if number not in now.numbers]
+    come = [f"with worker {number}" for number in now.numbers if then and number not in then]
+    news = f" {', '.join([*gone, *come])}" if gone or come else ""
+    return f"generation {now.number}: {len(now.workers)} workers go on{news} at step {step}"
 
 
 def _kind(error: BaseException) -> str:
@@ -708,18 +955,3 @@ def _is_finite(gradient: torch.Tensor | None) -> bool:
 def _uncompiled(hook: Callable[..., None]) -> OriginalOnly:
     """A compiled model runs around such a hook, not through it: there are clocks and collectives inside."""
     return OriginalOnly(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
-
-
-#: Flows that are attached now.
-_open_flows: weakref.WeakSet[Flow] = weakref.WeakSet()
-
-
-def held_by_a_flow(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Names of those that another flow exchanges already; two would both divide by the world."""
-    held = {id(parameter) for flow in _open_flows for parameter in flow._parameters.values()}
-    return [name for name, parameter in parameters.items() if id(parameter) in held]
-
-
-def trainable(model: nn.Module, ignored: frozenset[str] = frozenset()) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients are exchanged; a tied one counts once, by its first name."""
-    return {n: parameter for n, parameter in model.named_parameters() if parameter.requires_grad and n not in ignored}

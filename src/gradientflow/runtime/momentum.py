@@ -4,6 +4,8 @@ Gradients then come as velocities, so inside `optimizer.step()` the groups' mome
 schedulers, checkpoints and the user see what they set. Weight decay is part of what SGD's momentum acts on, and
 nothing of it needs to travel, as weights are the same on all ranks: it has a momentum of its own, here. Without that
 it would be weaker by 1 / (1 - m).
+
+A codec that has nothing to send gives momentum back (`hand_back`): the optimizer's buffer is the sum of both.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ class BorrowedMomentum:
         self._names = names
         self._lent: list[dict[str, Any]] | None = None  # what groups had, while a step is under way
         self._decays: dict[str, torch.Tensor] = {}  # velocities of weight decay
-        _HOLDERS[optimizer] = weakref.ref(self)
+        self.hold()
+
+    def hold(self) -> None:
+        """The optimizer's momentum is kept here from now on."""
+        _HOLDERS[self.optimizer] = weakref.ref(self)
 
     def momenta(self) -> dict[str, Momentum]:
         """As the groups say now."""
@@ -67,6 +73,20 @@ class BorrowedMomentum:
             if (velocity := state.pop("momentum_buffer", None)) is not None:
                 found[name] = velocity
         return found
+
+    @torch.no_grad()
+    def hand_back(self, velocities: Mapping[str, torch.Tensor]) -> None:
+        """What the optimizer would have gathered by itself. It keeps its momentum from now on."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"] if group[_MOMENTUM] else ():
+                name = self._names.get(parameter, "")
+                if name in velocities:
+                    buffer = torch.empty_like(parameter).copy_(velocities[name])
+                    if name in self._decays:
+                        buffer.add_(self._decays[name])
+                    self.optimizer.state[parameter]["momentum_buffer"] = buffer
+        self._decays = {}
+        self.release()
 
     @property
     def nbytes(self) -> int:

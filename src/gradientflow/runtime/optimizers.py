@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradientflow.errors import UsageError
 from gradientflow.runtime.hooks import OriginalOnly
 
 Seen = Callable[[torch.optim.Optimizer], None]
@@ -88,6 +89,16 @@ class AnyOptimizer:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return iter(())
+
+
+def check_known(parameters: Iterable[torch.Tensor], known: Container[int]) -> None:
+    """Everything that an optimizer updates must be exchanged, also what it was given since `attach`."""
+    for parameter in parameters:
+        if id(parameter) not in known and parameter.requires_grad:
+            raise UsageError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not there or not "
+                "trainable when attach() was called: it would not be averaged. close() and attach again"
+            )
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

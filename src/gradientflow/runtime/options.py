@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 NonFinite = Literal["pass", "raise", "skip"]
+Allow = Literal["lossless", "lossy"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Options:
     may_use_none: bool = False
     #: Whoever made the flow calls `begin_forward` and `end_forward`; else hooks on the model do.
     forward_is_told: bool = False
+    #: Compare parameters with the other ranks' every so many steps; 0: never.
+    verify_every: int = 0
     #: `optimizer.step()` may be put off, part by part, until the next forward pass needs its result.
     gate: bool = False
     #: The loop's, if the flow was told.

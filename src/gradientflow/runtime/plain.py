@@ -14,14 +14,17 @@ from torch import nn
 from gradientflow.compress import Sum
 from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
+from gradientflow.recipe import Choice, Recipe
 from gradientflow.runtime.fingerprint import compare, describe_tensors
-from gradientflow.runtime.flow import ArrivalHook, Flow, Memory
+from gradientflow.runtime.flow import ArrivalHook, GradientFlow
+from gradientflow.runtime.handle import Memory
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.schedule import wfbp
+from gradientflow.tune.explain import Situation
 
 
-class PlainFlow(Flow):
+class PlainFlow(GradientFlow):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, exchange: Exchange, options: Options
     ) -> None:
@@ -32,6 +35,9 @@ class PlainFlow(Flow):
     @property
     def plan(self) -> Plan:
         return wfbp(self.profile()).model_copy(update={"schedule": "off"})
+
+    def _situation(self) -> Situation:
+        return Situation(self.profile(), self.plan, Recipe(schedule=Choice(name="off")), self._exchange.world)
 
     def memory(self) -> Memory:
         return Memory(master_weights=self._masters.nbytes if self._masters else 0)

@@ -11,20 +11,24 @@ import torch
 from torch import nn
 
 from gradientflow.compress import EXACT, Exact, Feedback
-from gradientflow.cost.table import Cost
+from gradientflow.cost.table import Best, Cost, Paying, Priced
 from gradientflow.documents import parse_json
 from gradientflow.errors import NonFiniteError, TrainingError, UsageError
 from gradientflow.exchange import Exchange
-from gradientflow.plan import Plan
+from gradientflow.patterns import scatter_of
+from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.comm_hooks import CommHook, HookPump
 from gradientflow.runtime.compression import Compression
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
-from gradientflow.runtime.flow import ArrivalHook, Flow, Memory, as_states, trainable
+from gradientflow.runtime.flow import ArrivalHook, GradientFlow
 from gradientflow.runtime.gate import Gate, Owner
+from gradientflow.runtime.handle import Memory, as_states, trainable
 from gradientflow.runtime.hooks import OriginalOnly
+from gradientflow.runtime.keyed import KeyedPump
+from gradientflow.runtime.leaving import LiveTrace
 from gradientflow.runtime.optimizers import Given, OneOptimizer
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.pool import Pool
@@ -34,9 +38,16 @@ from gradientflow.runtime.replanning import Replanning
 from gradientflow.runtime.shards import Shards
 from gradientflow.runtime.shares import Watch
 from gradientflow.runtime.sparse import SparseSums, sparse_names
+from gradientflow.runtime.states import COMPRESSION, RANKS, kept_by, shares
 from gradientflow.runtime.streams import streams_for
+from gradientflow.runtime.tuning import Tuning
 from gradientflow.runtime.waiting import UnfinishedGradient
+from gradientflow.saved import reading
 from gradientflow.trace import MAIN, Span
+from gradientflow.tune.explain import Situation
+from gradientflow.tune.memory import Cache
+from gradientflow.tune.notes import FILE as NOTES
+from gradientflow.tune.notes import Notes
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +55,7 @@ _log = logging.getLogger(__name__)
 OBSERVED_STEPS = 3
 
 
-class PooledFlow(Flow):
+class PooledFlow(GradientFlow):
     """Runs `recipe`, beginning with `plan`. If it is to `observe`, the first step shows in which order
     backward really yields gradients, and the plan is made anew from what rank 0 saw."""
 
@@ -59,12 +70,14 @@ class PooledFlow(Flow):
         *,
         observe: bool,
         run_directory: RunDirectory | None,
+        cache: Cache | None = None,
     ) -> None:
         super().__init__(model, optimizer, exchange, options)
         self.recipe = recipe
         self._codec = recipe.codec()
         self._compression = Compression(self._codec, options.scaler) if isinstance(self._codec, Feedback) else None
         self._run_directory = run_directory
+        self._live = LiveTrace(run_directory, self._recorder, exchange.global_rank) if run_directory else None
         self._comm_hooks: list[CommHook] = []
 
         self._gate: Gate | None = None
@@ -74,6 +87,8 @@ class PooledFlow(Flow):
         self._num_objections = 0
         self._replanning = Replanning()
         self._cost: Cost | None = None
+        self._cache = cache
+        self._tuning = self._new_tuning()
         self._num_observed = 0
         self._version = 0  # of the pool when backward had ended
         self._asked_early = False  # for another plan, as was learnt when other ranks might be anywhere
@@ -124,6 +139,7 @@ class PooledFlow(Flow):
             wire=self._pump.wire_nbytes(),
             master_weights=self._masters.nbytes if self._masters else 0,
             remembered=self._compression.nbytes if self._compression else 0,
+            own_gradients=sum(view.nbytes for view in self._views) if self._roster else 0,
         )
 
     def profile(self) -> Profile:
@@ -134,9 +150,15 @@ class PooledFlow(Flow):
         """Holds the plan too: the order of a sum decides its last bits, so an exact resume needs it."""
         self.catch_up()
         plan = (self._next_plan or self._plan_now).model_dump_json()
-        found = super().state_dict() | {"recipe": str(self.recipe), "plan": plan}
-        return found | ({"compression": self._compression.state_dict()} if self._compression else {})
+        # One that is only a guess yet, or one of several that are being tried, is not to be kept for ever.
+        settled = not (self._observing or self._tuning.is_racing)
+        found = super().state_dict() | {"recipe": str(self.recipe), "plan": plan, "settled": settled}
+        if self._compression:
+            kept = {COMPRESSION: self._compression.state_dict()}
+            found |= kept_by(self._exchange.rank, self._exchange.world, kept)
+        return found
 
+    @reading("the state")
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         self.catch_up()
         states, plan = as_states(state), None
@@ -148,20 +170,27 @@ class PooledFlow(Flow):
                 plan.check(self.profile())
             except ValueError as error:
                 raise UsageError(f"the state was saved for another model: {error}") from None
+            known = {NATIVE, *self._exchange.patterns}
+            goes_by = {message.pattern for message in plan.messages} - {NATIVE}
+            if unknown := {scatter_of(name) if plan.gathers else name for name in goes_by} - known:
+                raise UsageError(f"the saved plan goes by {min(unknown)!r:.40}, which '{self.recipe}' does not")
             compare(self._exchange.control, describe_plan(plan))
         super().load_state_dict(state)
-        if self._compression and "compression" in state:
-            self._compression.load_state_dict([state.get("compression", {}) for state in states])
+        if self._compression and RANKS in state:
+            given = shares(states, self._exchange.rank, self._exchange.world)
+            self._compression.load_state_dict(given.of(COMPRESSION))
             self._next_plan = self._plan_now  # what was loaded takes its place when a plan is installed
-        elif "compression" in state and self._exchange.rank == 0:
+        elif RANKS in state and self._exchange.rank == 0:
             _log.warning(
                 "recipe '%s' keeps nothing from step to step: what '%s' had not sent yet is lost, and momentum it kept",
                 self.recipe,
                 state.get("recipe"),
             )
         if plan is not None:
-            self._observing = self._asked_early = False
-            self._next_plan = plan
+            self._asked_early = False
+            self._next_plan, self._num_observed = plan, 0
+            self._observing = self._observes and not state.get("settled", True)
+            self._tuning = self._new_tuning()  # what was found to be best goes on
 
     def _let_go(self) -> None:
         if self._gate is not None:
@@ -173,8 +202,21 @@ class PooledFlow(Flow):
         super()._let_go()
         if self._run_directory is not None:
             self._run_directory.write_trace(self.trace())
-            if self._exchange.global_rank == 0:
-                self._run_directory.write_plan(self.profile(), self._plan_now)
+            self._write_plan(self.profile(), self._plan_now)
+
+    def _situation(self) -> Situation:
+        return Situation(self.profile(), self._plan_now, self.recipe, self._exchange.world, self._tuning.notes)
+
+    def _new_tuning(self) -> Tuning:
+        return Tuning(self._recorder, self._cache, self._write_notes)
+
+    def _write_plan(self, profile: Profile, plan: Plan) -> None:
+        if self._run_directory is not None and self._exchange.global_rank == 0:
+            self._run_directory.write_plan(profile, plan)
+
+    def _write_notes(self, notes: Notes) -> None:
+        if self._run_directory is not None and self._exchange.global_rank == 0:
+            notes.write(self._run_directory.path / NOTES)
 
     def use_comm_hook(self, hook: CommHook) -> None:
         """Let `hook` do the exchange of each message from the next step on, after those given before.
@@ -196,15 +238,19 @@ class PooledFlow(Flow):
         """What hangs on the exchange and the set of parameters."""
         exchange = self._exchange
         parameters = list(self._parameters.values())
-        device = parameters[0].device if parameters else torch.device("cpu")
+        device = self._device()
         sparse = sparse_names(self._model, self._parameters)
         self._sparse = SparseSums(exchange, {name: self._parameters[name] for name in sparse})
-        self._pump: Pump | HookPump
+        self._pump: Pump | KeyedPump | HookPump
         if self._comm_hooks:
             self._pump = HookPump(exchange, self._comm_hooks, self._recorder)
             self._scales[:] = [1.0] * len(parameters)  # a comm hook divides for itself
         else:
-            self._pump = Pump(exchange, self._codec, streams_for(device, exchange.num_lanes), self._recorder)
+            if exchange.servers is not None:
+                self._pump = KeyedPump(exchange, exchange.servers, self._codec, self._recorder)
+            else:
+                streams = streams_for(device, exchange.num_lanes)
+                self._pump = Pump(exchange, self._codec, streams, self._recorder)
             self._scales[:] = [_scale(parameter, exchange.world) for parameter in parameters]
         self._num_expected[:] = [0 if self._options.static_graph else 1] * len(parameters)
         self._num_seen[:] = [0] * len(parameters)
@@ -223,6 +269,8 @@ class PooledFlow(Flow):
         compare(self._exchange.control, describe_tensors("trainable", self._parameters) | describe_plan(plan))
         self._pool, self._views[:] = None, []
         self._next_plan, self._observing, self._num_observed = None, self._observes, 0
+        self._cost = None  # to measure it is collective, and who has just come has none
+        self._tuning = self._new_tuning()
         self._asked_early = False
         self._install(plan)
         self._meet_optimizer(aloud=False)
@@ -273,7 +321,7 @@ class PooledFlow(Flow):
         if self._gate is not None and plan.stages:
             self._load_gate(self._gate, plan)
 
-    def _load_pump(self, pump: Pump, pool: Pool, plan: Plan) -> None:
+    def _load_pump(self, pump: Pump | KeyedPump, pool: Pool, plan: Plan) -> None:
         apart = self._compression is not None
         parcels = [pool.parcel(index, message, flags_apart=apart) for index, message in enumerate(plan.messages)]
         self._shards = Shards(plan, pool, self._names, self._exchange) if plan.norms else None
@@ -299,20 +347,26 @@ class PooledFlow(Flow):
         has asked for it."""
         self._observing = False
         exchange, observed = self._exchange, self.profile()
-        device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
-        if self.recipe.needs_cost and self._cost is None:
-            by_size = self.recipe.exchange.name == "best"
-            weighs = self.recipe.weighs
-            self._cost = measure_cost(exchange, EXACT if weighs else self._codec, device, self._step, by_size)
-            if weighs and exchange.world > 1:
-                new_codec = self.recipe.settled().codec
-                self._cost = measure_paying(exchange, new_codec, self._cost, device, self._step)
+        if self._tuning.is_on:
+            if not self._tuning.heed(exchange, self._step):
+                self._next_plan = self._tuning.plan_at(self._step)
+                return
+            self._cost = None  # that is why there is another race
+        began_s = self._recorder.clock()
+        price = self._measure_cost() if self.recipe.needs_cost and self._cost is None else self._tuning.notes.price
+        priced_s = self._recorder.clock() - began_s
         gated = self._gate is not None and not self._gate_shut
         whole = self._replanning.agreed(self._step)
         # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair. The
         # slowest rank's: all wait for its gradients, whatever their own times are.
-        computes_s = exchange.control.gather(repr(observed.forward_s + observed.backward_s), "compare compute")
-        planner = max(range(exchange.world), key=lambda rank: float(computes_s[rank]))
+        computes_s = self._compare_compute(observed, price, whole)
+        planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
+        if self.recipe.tunes:
+            assert isinstance(self._cost, Best | Paying)
+            self._tuning.begin(exchange, planner, observed, self._cost, self._step, priced_s, gated=gated, whole=whole)
+            self._next_plan = self._tuning.plan_at(self._step)
+            self._write_plan(observed, self._next_plan)
+            return
         own = ""
         if exchange.rank == planner:
             plan = self.recipe.plan(observed, exchange.num_lanes, self._cost, gated=gated, whole=whole)
@@ -323,8 +377,50 @@ class PooledFlow(Flow):
         compare(exchange.control, describe_plan(plan))
         if plan != self._plan_now:
             self._next_plan = plan
-        if self._run_directory is not None and exchange.global_rank == 0:
-            self._run_directory.write_plan(observed, plan)
+        self._write_plan(observed, plan)
+
+    def _recall(self) -> bool:
+        """Collective, at the end of the first step: whether a plan is remembered that may be as good as it was."""
+        if not self.recipe.tunes:
+            return False
+        observed, gated = self.profile(), self._gate is not None and not self._gate_shut
+        device = self._device().type
+        if not self._tuning.recall(self._exchange, observed, str(self.recipe), device, self._step, gated):
+            return False
+        self._compare_compute(observed, None, False)
+        self._next_plan = self._tuning.plan_at(self._step)
+        self._write_plan(observed, self._next_plan)
+        return True
+
+    def _compare_compute(self, observed: Profile, price: Priced | None, whole: bool) -> list[float]:
+        """Of each rank, seconds that it computes. Collective."""
+        mine = repr(observed.forward_s + observed.backward_s)
+        found = [float(text) for text in self._exchange.control.gather(mine, "compare compute")]
+        notes = Notes(
+            recipe=str(self.recipe),
+            world=self._exchange.world,
+            num_lanes=self._exchange.num_lanes,
+            whole=whole,
+            computes_s=tuple(found),
+            price=price,
+        )
+        self._tuning.know(notes)
+        return found
+
+    def _measure_cost(self) -> Priced:
+        """Collective."""
+        exchange, device = self._exchange, self._device()
+        by_size = self.recipe.exchange.name == "best" or self.recipe.tunes
+        weighs = self.recipe.weighs
+        price = measure_cost(exchange, EXACT if weighs else self._codec, device, self._step, by_size)
+        self._cost = price.cost()
+        if weighs and exchange.world > 1:
+            new_codec = self.recipe.settled().codec
+            self._cost = measure_paying(exchange, new_codec, self._cost, device, self._step)
+        return price
+
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
 
     # - A step
 
@@ -364,9 +460,13 @@ class PooledFlow(Flow):
         if self._names[index] in self._sparse.names:
             return lambda parameter: arrived_s.__setitem__(index, clock())
 
+        kept = self._kept
+
         def take(parameter: torch.Tensor) -> None:
             gradient, view = parameter.grad, views[index]
             assert gradient is not None
+            if flow._roster is not None:
+                kept[index] = gradient.clone() if gradient is view else gradient
             if gradient is not view:
                 if (
                     gradient.requires_grad
@@ -409,16 +509,28 @@ class PooledFlow(Flow):
 
     def _begin(self) -> None:
         self._bring_views_home()
-        if isinstance(self._pump, Pump):
+        if not isinstance(self._pump, HookPump):
             self._replanning.stood(self._pump.idle_s, self._opened_s - self._last_opened_s)
         if self._asked_early:
             self._asked_early = False
             with self._breaking():
                 self._agree_on_observed_plan()
             self._opened_s = self._recorder.clock()
+        if self._tuning.is_on:
+            with self._breaking():
+                if self._tuning.step_began(self._exchange, self._step, self._last_opened_s, self._opened_s):
+                    self._agree_on_observed_plan()
+                    self._opened_s = self._recorder.clock()
+            plan = self._tuning.plan_at(self._step)
+            self._next_plan = plan if plan != self._plan_now else None
         if self._next_plan is not None:
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
+        if self._roster is not None and self._accumulates():
+            raise UsageError(
+                "a backward pass adds to gradients that are averages already: where workers come and go, accumulate "
+                "under no_sync(), and call zero_grad() before the next step"
+            )
         if self._compression:
             if self._compression.update_is_due and self._accumulates() and not self._joined:
                 raise UsageError(
@@ -472,7 +584,7 @@ class PooledFlow(Flow):
 
     def _leave(self, remaining: list[int], absent: set[str], kept: dict[str, torch.Tensor]) -> None:
         """Let the rest travel by itself, and the gate do what is left."""
-        assert isinstance(self._pump, Pump) and self._gate is not None and self._pool is not None
+        assert not isinstance(self._pump, HookPump) and self._gate is not None and self._pool is not None
         self._pump.launch(remaining)
         if absent or kept:
             # What no rank has is not to have a gradient; that is known when presence has arrived.
@@ -486,21 +598,21 @@ class PooledFlow(Flow):
     # - For the gate
 
     def _wait_for(self, messages: Sequence[int]) -> None:
-        assert isinstance(self._pump, Pump)
+        assert not isinstance(self._pump, HookPump)
         self._pump.wait(messages)
 
     def _wait_for_all(self) -> None:
         self._pump.finish([])
 
     def _norms(self) -> Sequence[torch.Tensor]:
-        assert isinstance(self._pump, Pump)
+        assert not isinstance(self._pump, HookPump)
         if self._shards is None:
             return ()
         self._pump.wait_for_closing()
         return self._shards.norms()
 
     def _conclude_early(self) -> None:
-        assert isinstance(self._pump, Pump) and self._pool is not None
+        assert not isinstance(self._pump, HookPump) and self._pool is not None
         with self._breaking():
             self._pump.wait([self._pool.carrier])
         # Ranks learn it at different moments, and one may wait for another meanwhile: they plan at the next step.
@@ -553,6 +665,8 @@ class PooledFlow(Flow):
         if self._compression:
             self._compression.after_update()
         super()._after_step(optimizer)
+        if self._live is not None:
+            self._live.step_ended()
         if self._watch_optimizer is not None:
             objection = self._watch_optimizer.objection(optimizer)
             self._watch_optimizer = None
@@ -575,6 +689,8 @@ class PooledFlow(Flow):
         """Whether this rank would have another plan."""
         if not self.recipe.needs_cost or self._observing:
             return False
+        if self._tuning.is_on:
+            return bool(self._tuning.wish(self._step))
         return self._replanning.wanted(self._step, shut=bool(self._gate_shut and self._plan_now.stages))
 
     # - Pieces of a step
@@ -644,6 +760,28 @@ class PooledFlow(Flow):
             if handed is not view and parameter.grad is handed:
                 parameter.grad = view
 
+    def _own_gradients(self, missing: list[int]) -> dict[int, torch.Tensor]:
+        own = self._kept.copy()
+        for index in missing:
+            gradient = self._parameters[self._names[index]].grad
+            if gradient is not None:
+                own[index] = gradient.detach().clone()
+        return own
+
+    def _give_again(self, own: Mapping[int, torch.Tensor], arrived: Sequence[int]) -> None:
+        self._begin()
+        for index, parameter in enumerate(self._parameters.values()):
+            parameter.grad = own.get(index)
+        for index in arrived:
+            self._taker(index)(self._parameters[self._names[index]])
+
+    def _memory_of_codec(self) -> dict[str, Any]:
+        return self._compression.in_common() if self._compression else {}
+
+    def _remember(self, memory: Mapping[str, Any]) -> None:
+        if self._compression and memory:
+            self._compression.begin_as(memory)
+
     def _abandon(self) -> None:
         if self._gate is not None:
             self._gate.cancel()
@@ -659,6 +797,9 @@ class PooledFlow(Flow):
         assert self._pool is not None
         if self._observing:
             self._num_observed += not self._joined
+            if self._num_observed == 1 and self._recall():
+                self._observing = False
+                return
             if self._num_observed < (OBSERVED_STEPS if self.recipe.needs_cost or self._options.gate else 1):
                 return
             self._agree_on_observed_plan()

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from gradientflow.compress import EXACT, Codec, Feedback, Sum, imagined
-from gradientflow.cost.table import Best, Cost, CostTable, Encoded, Paying, Steps
+from gradientflow.cost.table import Cost, CostTable, Paying, Priced
 from gradientflow.exchange import Exchange, drive
 from gradientflow.patterns import HALVES
 from gradientflow.plan import NATIVE
@@ -27,21 +27,23 @@ SETTLING = 2
 REPEATS_OF_SMALLEST = 10
 
 
-def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: int, by_size: bool = False) -> Cost:
+def measure_cost(exchange: Exchange, codec: Codec, device: torch.device, step: int, by_size: bool = False) -> Priced:
     """Seconds of one message by its size, as a gradient's bytes count. Collective; each rank's own clock.
 
     by_size: messages may go by any of the exchange's patterns, else all by the same."""
     buffer = torch.zeros(SIZES[-1] // 4, device=device)
     dense = imagined([(1024, buffer.numel() // 1024)], buffer.dtype)
     traffic = codec.traffic(dense, exchange.world)
-    fraction = traffic.sent_nbytes / max(1, EXACT.traffic(dense, exchange.world).sent_nbytes)
-    compute_s_per_byte = traffic.touched_nbytes / buffer.nbytes * _touch_s_per_byte(buffer)
-    if not by_size:
-        pattern = next(iter(exchange.patterns), NATIVE)
-        steps = Steps(_table(exchange, pattern, buffer, step), 2 if pattern in HALVES else 1, fraction)
-        return Encoded(steps, compute_s_per_byte)
-    tables = {name: _table(exchange, name, buffer, step) for name in (NATIVE, *exchange.patterns)}
-    return Best({name: Encoded(Steps(table, 1, fraction), compute_s_per_byte) for name, table in tables.items()})
+    touch_s_per_byte = _touch_s_per_byte(buffer)
+    names = (NATIVE, *exchange.patterns) if by_size else (next(iter(exchange.patterns), NATIVE),)
+    return Priced(
+        ways={name: _table(exchange, name, buffer, step) for name in names},
+        by_size=by_size,
+        count=2 if names[0] in HALVES else 1,
+        fraction=traffic.sent_nbytes / max(1, EXACT.traffic(dense, exchange.world).sent_nbytes),
+        compute_s_per_byte=traffic.touched_nbytes / buffer.nbytes * touch_s_per_byte,
+        touch_s_per_byte=touch_s_per_byte,
+    )
 
 
 def measure_paying(

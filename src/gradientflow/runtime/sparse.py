@@ -4,12 +4,14 @@ are there. After the last message each is summed as what it is, rows and values,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from gradientflow.compress import Sum
+from gradientflow.compress import Gather, Question, Sum
 from gradientflow.exchange import Exchange
 
 
@@ -38,7 +40,7 @@ class SparseSums:
         # How many ranks have one at all, and how many have it dense: a row that is missing is a zero.
         held = torch.tensor([[g is not None, g is not None and not g.is_sparse] for g in gradients], device=device)
         held = held.to(torch.float32)
-        self._ask([held], step, "which sparse gradients there are")
+        self._ask(Sum([held]), step, "which sparse gradients there are")
         for (name, parameter), gradient, (present, dense) in zip(
             self._parameters, gradients, held.tolist(), strict=True
         ):
@@ -48,12 +50,33 @@ class SparseSums:
             mine = torch.sparse_coo_tensor(
                 mine.indices(), mine.values() / num_contributing, mine.shape, is_coalesced=True, check_invariants=False
             )
-            self._ask([mine], step, f"sparse gradient of {name!r}")
+            what = f"sparse gradient of {name!r}"
+            if self._exchange.sums_sparse:
+                self._ask(Sum([mine]), step, what)
+            else:
+                mine = self._sum_rows(mine, step, what)
             if not joined:
                 parameter.grad = mine.to_dense() if dense else mine.coalesce()
 
-    def _ask(self, tensors: list[torch.Tensor], step: int, what: str) -> None:
-        self._exchange.answer(Sum(tensors), 0, step + 1, f"step {step}, {what}")
+    def _sum_rows(self, mine: torch.Tensor, step: int, what: str) -> torch.Tensor:
+        """Everybody is told everybody's rows, filled up to the longest, and adds them up in the order of ranks."""
+        numbers = self._ask(Gather(torch.tensor([mine.indices().numel()], device=mine.device)), step, what)
+        sizes = [int(number) for number in numbers]
+        padding = max(sizes) - sizes[self._exchange.rank]
+        rows, width = mine.values(), math.prod(mine.shape[1:])
+        indices = self._ask(Gather(F.pad(mine.indices()[0], (0, padding))), step, what)
+        values = self._ask(Gather(F.pad(rows.reshape(-1), (0, padding * width))), step, what)
+        return torch.sparse_coo_tensor(
+            torch.cat([each[:size] for each, size in zip(indices, sizes, strict=True)])[None],
+            torch.cat(
+                [each[: size * width].view(size, *rows.shape[1:]) for each, size in zip(values, sizes, strict=True)]
+            ),
+            mine.shape,
+            check_invariants=False,
+        )
+
+    def _ask(self, question: Question, step: int, what: str) -> Sequence[torch.Tensor]:
+        return self._exchange.answer(question, 0, step + 1, f"step {step}, {what}") or ()
 
 
 def _sparse(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:

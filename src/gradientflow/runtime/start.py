@@ -16,7 +16,9 @@ from gradientflow.exchange.reach import LOOPBACK, way_to_others
 def init_from_mpi(deadline_s: float = 600.0) -> None:
     """`torch.distributed.init_process_group("gloo")` for the processes of mpirun. Collective.
 
-    Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun would, where they are not set.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun would, where they are not set. Needs
+    `gradientflow[mpi]`.
+
     deadline_s: of the group's own operations."""
     if dist.is_initialized():
         raise UsageError("torch.distributed is set up already: call init_from_mpi() instead of init_process_group()")

@@ -1,0 +1,354 @@
+"""Checkpoints that a crash cannot spoil: `save` and `load`, for all ranks of a job together.
+
+    checkpoints/                    what is given; on a file system that all ranks see
+        41/  42/                    complete ones, the highest number is the newest
+            manifest.json           who saved, and size and checksum of each file
+            common.pt               what all ranks have alike, written by rank 0
+            rank-0.pt, rank-1.pt    what each keeps for itself
+        .partial-43-1f0c            one that is being written, or was when somebody was killed
+
+A checkpoint is written under another name, each file down to the disk, and has its number only when all of it is there:
+renaming a directory is one step. What is loaded was complete once, is as long as it was then and has the same checksum.
+Files are read as data: archives without compression, no longer than they are, of tensors, numbers, words and containers
+of these (`weights_only`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import secrets
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from gradientflow.documents import Document, Record, write_text
+from gradientflow.errors import DocumentError, UsageError
+from gradientflow.runtime.handle import Flow
+from gradientflow.runtime.states import RANKS, name_of, taken_over
+
+_log = logging.getLogger(__name__)
+
+MANIFEST, COMMON = "manifest.json", "common.pt"
+#: Names in a checkpoint that are this module's own.
+FLOW, RANDOM, RANDOM_CUDA = "flow", "random", "random_cuda"
+#: Of a pickle inside an archive: it names tensors, of which there are at most some thousands.
+MAX_PICKLE_NBYTES = 64 * 2**20
+#: What a tensor that repeats itself may take when it is copied.
+EXPANDED_NBYTES = 16 * 2**20
+#: Read at a time for a checksum.
+_BLOCK = 2**20
+_PARTIAL = ".partial-"
+
+T = TypeVar("T")
+
+
+class File(Record):
+    nbytes: int = Field(ge=0)
+    crc32: int = Field(ge=0, lt=2**32)
+
+
+class Manifest(Document):
+    """`manifest.json`."""
+
+    world: int = Field(ge=1, le=10**6)
+    saved: str
+    files: dict[str, File]
+
+
+# - Saving
+
+
+def save(
+    directory: str | os.PathLike[str],
+    flow: Flow | None = None,
+    *,
+    keep: int = 2,
+    process_group: dist.ProcessGroup | None = None,
+    **states: Any,
+) -> Path:
+    """Write a checkpoint of `flow` and `states` into `directory`, where the `keep` newest stay. Returns where it is.
+
+    Collective. `states` are things with a `state_dict()`, such as model and optimizer, or plain values; where workers
+    differ (Local SGD, DiLoCo, SSP, ASP) each rank's are saved, else rank 0's. The state of torch's random generator is
+    saved beside them, as "random". If it fails on any rank it does on all, and the checkpoints from before are as they
+    were.
+
+        gf.save("checkpoints", flow, model=model, optimizer=optimizer, step=step)
+    """
+    if keep < 1:
+        raise UsageError(f"keep={keep}: at least the newest checkpoint has to stay")
+    if taken := {FLOW, RANDOM, RANDOM_CUDA, RANKS} & states.keys():
+        raise UsageError(f"{min(taken)!r} is a name of the checkpoint's own: give it another")
+    ranks = _Ranks(process_group)
+    if flow is not None:
+        flow.cut(ranks.meet)
+    everybodys, own = _sorted(flow, states)
+    if not own.get(FLOW, {}).get(RANKS, {}).keys() <= {name_of(ranks.rank, ranks.world)}:
+        raise UsageError("the flow is of other ranks than those that save: give its process_group to save() and load()")
+    path = Path(directory)
+    partial = path / ranks.from_first(lambda: _begin(path))
+    files: dict[str, File] = {}
+    try:
+        written = {f"rank-{ranks.rank}.pt": own} | ({COMMON: everybodys} if ranks.rank == 0 else {})
+        for told in ranks.all(lambda: {name: _write(partial / name, state) for name, state in written.items()}):
+            files |= told
+        final = ranks.from_first(lambda: _finish(path, partial, ranks.world, files, keep))
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return path / final
+
+
+def _sorted(flow: Flow | None, states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What one rank writes for all, and what each writes."""
+    found = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in states.items()}
+    own: dict[str, Any] = {RANDOM: torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        own[RANDOM_CUDA] = torch.cuda.get_rng_state()
+    if flow is None:
+        return found, own
+    state = flow.state_dict()
+    own[FLOW] = {RANKS: state.pop(RANKS)} if RANKS in state else {}
+    return ({FLOW: state, **found}, own) if flow.alike else ({FLOW: state}, {**own, **found})
+
+
+def _begin(path: Path) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    for old in path.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    name = f"{_PARTIAL}{max(_numbers(path), default=0) + 1}-{secrets.token_hex(4)}"
+    (path / name).mkdir()
+    return name
+
+
+def _write(path: Path, state: Mapping[str, Any]) -> File:
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: rank 0 made it, and it is not here: give a directory that all ranks share")
+    with open(path, "xb") as file:
+        torch.save(dict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unsafe:
+        raise UsageError(
+            f"a checkpoint holds tensors, numbers, words and containers of these, found {unsafe[0]}: save what it is "
+            "made of, or leave it out"
+        )
+    return File(nbytes=path.stat().st_size, crc32=_crc32(path))
+
+
+def _finish(path: Path, partial: Path, world: int, files: Mapping[str, File], keep: int) -> str:
+    for name, file in files.items():
+        there = partial / name
+        if not there.is_file() or there.stat().st_size != file.nbytes:
+            raise UsageError(f"{there}: a rank wrote it, rank 0 cannot see it: give a directory that all ranks share")
+    manifest = Manifest(world=world, saved=datetime.now(UTC).isoformat(timespec="seconds"), files=dict(files))
+    write_text(partial / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    _sync(partial / MANIFEST)
+    _sync(partial)
+    number = max(_numbers(path), default=0) + 1
+    os.rename(partial, path / str(number))
+    _sync(path)
+    with contextlib.suppress(OSError):  # what is new is there, whatever becomes of the old
+        for old in sorted(_numbers(path))[:-keep]:
+            # Away from its number first: one that is half removed must not look like one.
+            going = path / f"{_PARTIAL}{old}-{secrets.token_hex(4)}"
+            os.rename(path / str(old), going)
+            shutil.rmtree(going, ignore_errors=True)
+    return str(number)
+
+
+def _sync(path: Path) -> None:
+    """Down to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# - Loading
+
+
+def load(
+    directory: str | os.PathLike[str], number: int | None = None, *, process_group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """What `save` was given, of the newest checkpoint in `directory` or of the one with that number; {} if there is
+    none yet. Collective.
+
+    This rank's own where ranks differ. In a world of another size, what codecs have not sent is shared out among the
+    ranks there are now.
+
+        flow = gf.attach(model, optimizer, recipe)
+        if saved := gf.load("checkpoints"):
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            flow.load_state_dict(saved["flow"])  # the last of them
+            torch.set_rng_state(saved["random"])  # only in a world of the same size
+    """
+    ranks, path = _Ranks(process_group), Path(directory)
+    chosen = ranks.from_first(lambda: _chosen(path, number))
+    if not chosen:
+        _log.info("no checkpoint in %s yet", path)
+        return {}
+    found: dict[str, Any] = ranks.agreed(lambda: _read_all(path / chosen, ranks.rank, ranks.world))
+    return found
+
+
+def _chosen(path: Path, number: int | None) -> str:
+    found = _numbers(path)
+    if number is not None and number not in found:
+        there = ", ".join(map(str, sorted(found))) or "none"
+        raise DocumentError(f"{path}: no checkpoint {number}; there are {there}")
+    return str(number or max(found)) if found else ""
+
+
+def _numbers(path: Path) -> list[int]:
+    try:
+        names = [entry.name for entry in os.scandir(path) if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DocumentError(f"{path}: {error.strerror or error}") from None
+    return [int(name) for name in names if re.fullmatch("[1-9][0-9]{0,17}", name)]
+
+
+def _read_all(path: Path, rank: int, world: int) -> dict[str, Any]:
+    manifest = Manifest.read(path / MANIFEST)
+    taken = taken_over(rank, world, manifest.world) or [0]
+    own = [_read(path, f"rank-{each}.pt", manifest) for each in taken]
+    common = _read(path, COMMON, manifest)
+    found = {**own[0], **common}
+    if world != manifest.world:
+        # Some ranks would draw the same numbers.
+        found.pop(RANDOM, None)
+        found.pop(RANDOM_CUDA, None)
+    if FLOW in common:
+        if not isinstance(common[FLOW], Mapping):
+            raise DocumentError(f"{path / COMMON}: expected a flow's state, found {type(common[FLOW]).__name__}")
+        kept: dict[str, Any] = {}
+        for each, state in zip(taken, own, strict=True):
+            ranks = state.get(FLOW, {}).get(RANKS, {}) if isinstance(state.get(FLOW), Mapping) else {}
+            kept |= {name_of(each, manifest.world): value for value in ranks.values()}
+        found[FLOW] = {**common[FLOW], **({RANKS: kept} if kept else {})}
+    return found
+
+
+def _read(path: Path, name: str, manifest: Manifest) -> dict[str, Any]:
+    file, expected = path / name, manifest.files.get(name)
+    if expected is None:
+        raise DocumentError(f"{path / MANIFEST}: {name} is not in its list: the checkpoint is not whole")
+    try:
+        nbytes = file.stat().st_size
+        if nbytes != expected.nbytes:
+            raise DocumentError(f"{file}: torn: it has {nbytes} bytes, and had {expected.nbytes} when it was saved")
+        if _crc32(file) != expected.crc32:
+            raise DocumentError(f"{file}: damaged: its checksum is not that of what was saved")
+    except OSError as error:
+        raise DocumentError(f"{file}: {error.strerror or error}") from None
+    return read_states(file)
+
+
+def read_states(file: Path) -> dict[str, Any]:
+    """What `torch.save` wrote, or a `DocumentError`; no part of it is executed or made larger than the file is."""
+    try:
+        _check_archive(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except DocumentError:
+        raise
+    except OSError as error:
+        raise DocumentError(f"{file}: {error.strerror or error}") from None
+    except pickle.UnpicklingError as error:
+        raise DocumentError(f"{file}: holds what no checkpoint does; {str(error).splitlines()[0]:.120}") from None
+    except Exception as error:  # torch's reader raises whatever it stumbles over
+        raise DocumentError(f"{file}: is no checkpoint that can be read; {type(error).__name__}") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise DocumentError(f"{file}: expected states by name, found {type(found).__name__}")
+    _check_tensors(file, found)
+    return found
+
+
+def _check_tensors(file: Path, states: object) -> None:
+    """One number may be seen as millions of them, which take memory when somebody copies them."""
+    waiting, seen = [states], set[int]()
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, torch.Tensor) and here.layout == torch.strided:
+            if here.numel() * here.itemsize > max(here.untyped_storage().nbytes(), EXPANDED_NBYTES):
+                raise DocumentError(f"{file}: a tensor in it is longer than what lies there")
+        elif isinstance(here, Mapping | list | tuple) and id(here) not in seen:  # one may be inside itself
+            seen.add(id(here))
+            waiting.extend(here.values() if isinstance(here, Mapping) else here)
+
+
+def _check_archive(file: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    total = sum(entry.file_size for entry in entries)
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or total > file.stat().st_size:
+        raise DocumentError(f"{file}: is packed, or says that it is longer than it is: torch.save writes neither")
+    if any(e.filename.endswith(".pkl") and e.file_size > MAX_PICKLE_NBYTES for e in entries):
+        raise DocumentError(f"{file}: its list of tensors is longer than {MAX_PICKLE_NBYTES} bytes")
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return found
+
+
+# - Together
+
+
+class _Ranks:
+    """Of a process group; without one, a rank is alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = (group or dist.group.WORLD) if dist.is_initialized() else None
+        self.rank = dist.get_rank(self._group) if self._group else 0
+        self.world = dist.get_world_size(self._group) if self._group else 1
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """What `work` gave here; if it failed on any rank, it does on all."""
+        outcome, words = None, ""
+        try:
+            outcome = work()
+        except Exception as error:  # the others have to hear of it, whatever it is
+            words = str(error).partition("\n")[0] or type(error).__name__
+        for rank, heard in enumerate(self._gather(words)):
+            if heard:
+                raise DocumentError(f"{heard}{f' (rank {rank})' * (self.world > 1)}")
+        return outcome  # type: ignore[return-value]
+
+    def all(self, work: Callable[[], T]) -> list[T]:
+        """What it gave on each rank."""
+        return self._gather(self.agreed(work))
+
+    def from_first(self, work: Callable[[], str]) -> str:
+        """What it gave on rank 0."""
+        return self.all(lambda: work() if self.rank == 0 else "")[0]
+
+    def meet(self) -> None:
+        self._gather(None)
+
+    def _gather(self, value: T) -> list[T]:
+        if self._group is None or self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self._group)
+        return found

@@ -1,0 +1,278 @@
+"""`auto` under a flow: one rank proposes plans, all of them race, and what was quickest runs from then on.
+
+What has won is remembered (tune/memory.py): the next run of the same model on the same machines begins with it, and
+races only if it is not as quick as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable
+from statistics import median
+
+from pydantic import Field
+
+from gradientflow.cost.table import Best, Paying
+from gradientflow.documents import Document, parse_json
+from gradientflow.exchange import Exchange
+from gradientflow.plan import NATIVE, Plan
+from gradientflow.profiles import Profile
+from gradientflow.trace import MAIN, Recorder, Span
+from gradientflow.tune.candidates import MOST, Candidate, candidates, kind
+from gradientflow.tune.memory import CHECKED, Cache, Remembered, fingerprint, fingerprint_of_model
+from gradientflow.tune.notes import Notes, Race, Tried
+from gradientflow.tune.trials import Seen, Trials, allowance_s
+
+#: Steps before a plan that no longer fits is given up; twice as many before each one after it.
+PATIENCE = 100
+#: Wishes, as ranks tell them to each other.
+ANEW, BACK, NONE = "anew", "back", ""
+
+
+class _Field(Document):
+    """Who takes part."""
+
+    candidates: tuple[Candidate, ...] = Field(min_length=1)
+
+
+def read_field(text: str, source: str) -> tuple[Candidate, ...]:
+    return parse_json(_Field, text, source).candidates
+
+
+class Tuning:
+    """Off until it `begin`s or recalls. note: called with what is to be known of it, whenever that changes."""
+
+    def __init__(
+        self, recorder: Recorder, cache: Cache | None = None, note: Callable[[Notes], None] = lambda notes: None
+    ) -> None:
+        self._recorder, self._cache, self._note = recorder, cache, note
+        self._began_s = recorder.clock()
+        self._field: tuple[Candidate, ...] = ()
+        self._trials = Trials(1, 0)
+        self._chosen: Plan | None = None
+        self._not_before, self._patience = 0, PATIENCE
+        self._lost_s = 0.0
+        self._keys = "", ""  # of the model and of the cluster
+        self._remembered: Remembered | None = None  # and being checked
+        self._checked: list[float] = []
+        self.notes = Notes()
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._field)
+
+    @property
+    def is_racing(self) -> bool:
+        return self.is_on and self._chosen is None
+
+    def know(self, notes: Notes) -> None:
+        """Facts that were found, beside what is known already."""
+        races, lost_s, doing = self.notes.races, self.notes.lost_s, self.notes.doing
+        self.notes = notes.model_copy(update={"races": races, "lost_s": lost_s, "doing": doing})
+        self._note(self.notes)
+
+    # - Remembering
+
+    def recall(self, exchange: Exchange, observed: Profile, recipe: str, device: str, step: int, gated: bool) -> bool:
+        """Collective. Whether something is remembered; it then runs from this step on, at first to be checked."""
+        cluster = self._cluster(exchange, device, gated)
+        self._keys = fingerprint_of_model(observed, recipe), cluster
+        own = ""
+        if exchange.rank == 0 and self._cache is not None:
+            found = self._cache.recall(*self._keys)
+            own = found.model_dump_json() if found and self._fits(found, exchange, observed, gated) else ""
+        heard = exchange.control.from_rank(0, own, "hear what rank 0 remembers")
+        if not heard:
+            return False
+        self._remembered = parse_json(Remembered, heard, "what rank 0 remembers")
+        self._field, self._checked = (self._remembered.candidate,), []
+        self._trials, self._chosen = Trials(1, step), None
+        self._tell(f"checking {self._remembered.candidate}, which has won before")
+        return True
+
+    def _cluster(self, exchange: Exchange, device: str, gated: bool) -> str:
+        """Who shares a host with whom, and what the hosts are; not their names, which are others in each job of a
+        cluster. How quick their links are shows in the check."""
+        here = f"{socket.gethostname()} {platform.machine()} {os.cpu_count()} {device}"
+        hosts = exchange.control.gather(here, "compare machines")
+        names = [host.split(" ", 1)[0] for host in hosts]
+        facts = {
+            "placement": [names.index(name) for name in names],
+            "machines": [host.split(" ", 1)[1] for host in hosts],
+            "backend": exchange.backend,
+            "lanes": exchange.num_lanes,
+            "patterns": list(exchange.patterns),
+            "gated": gated,
+        }
+        return fingerprint(facts)
+
+    def _fits(self, found: Remembered, exchange: Exchange, observed: Profile, gated: bool) -> bool:
+        plan = found.candidate.plan
+        ways = {NATIVE, *exchange.patterns}
+        try:
+            plan.check(observed)
+        except ValueError:
+            return False
+        return (
+            plan.num_lanes <= exchange.num_lanes
+            and {message.pattern for message in plan.messages} <= ways
+            and not plan.gathers
+            and (gated or not plan.stages)
+            and bool(plan.stages) == found.candidate.gated
+        )
+
+    def _keep(self) -> None:
+        if self._cache is None or not self._trials.expected_s or self._trials.winner is None:
+            return
+        model, cluster = self._keys
+        won = self._field[self._trials.winner]
+        seconds = self._trials.expected_s
+        self._cache.keep(Remembered(model=model, cluster=cluster, candidate=won, iteration_s=seconds))
+
+    def _check(self, exchange: Exchange, step: int) -> bool:
+        """Collective. Whether what was remembered holds no longer."""
+        assert self._remembered is not None
+        told = exchange.control.gather(repr(median(self._checked[1:])), "compare what was remembered with what is")
+        now_s = max(float(text) for text in told)
+        remembered, self._remembered = self._remembered, None
+        if not remembered.still_holds(now_s):
+            self._field = ()
+            return True
+        self._trials.found_s = [now_s]
+        self._trials.settle(0)
+        self._settled(exchange, step, "remembered", 0.0)
+        return False
+
+    # - Racing
+
+    def begin(
+        self,
+        exchange: Exchange,
+        planner: int,
+        observed: Profile,
+        cost: Best | Paying,
+        step: int,
+        priced_s: float,
+        *,
+        gated: bool,
+        whole: bool,
+    ) -> None:
+        """Collective. The race begins with this step. One rank's plans: the last digit of a logarithm is the
+        processor's own affair. priced_s: what timing messages took."""
+        own = ""
+        if exchange.rank == planner:
+            found = candidates(observed, exchange.num_lanes, cost, gated=gated, whole=whole)
+            own = _Field(candidates=self._with_what_runs(found, gated)).model_dump_json()
+        heard = exchange.control.from_rank(planner, own, f"hear what rank {planner} would try")
+        self._field = read_field(heard, f"rank {planner}'s candidates")
+        for each in self._field:
+            each.plan.check(observed)
+        told = exchange.control.gather(repr(priced_s), "compare what timing messages took")
+        self._lost_s += max(float(text) for text in told)
+        self._trials, self._chosen = Trials(len(self._field), step, self._lost_s), None
+        self._tell(f"racing {', '.join(map(str, self._field))}")
+        if self._trials.winner is not None:
+            self._chosen = self._field[0].plan
+            self._tell("")
+
+    def _with_what_runs(self, found: tuple[Candidate, ...], gated: bool) -> tuple[Candidate, ...]:
+        """What has won the last race is the one to beat."""
+        if self._chosen is None or self._trials.winner is None or (self._chosen.stages and not gated):
+            return found
+        runs = self._field[self._trials.winner]
+        others = [each for each in found if kind(each.plan) != kind(runs.plan)]
+        return (runs, *others[:MOST])
+
+    def plan_at(self, step: int) -> Plan:
+        """The same on all ranks."""
+        return self._chosen or self._field[self._trials.candidate(step)].plan
+
+    def step_began(self, exchange: Exchange, step: int, before_s: float, now_s: float) -> bool:
+        """The one before began then. Collective when a round or a check ends. Returns whether a race has to begin,
+        because what was remembered holds no longer."""
+        seconds = now_s - before_s
+        if self._remembered is not None:
+            if step > self._trials.first:
+                self._checked.append(seconds)
+                self._note_trial(0, step - 1, before_s, now_s)
+            return len(self._checked) >= CHECKED and self._check(exchange, step)
+        racing = self._trials.winner is None
+        if racing and step > self._trials.first:
+            self._note_trial(self._trials.candidate(step - 1), step - 1, before_s, now_s)
+        self._trials.took(step - 1, seconds)
+        if racing and step >= self._trials.end:
+            mine = self._trials.seen(now_s - self._began_s).model_dump_json()
+            told = exchange.control.gather(mine, "compare what plans took")
+            self._trials.decide([parse_json(Seen, text, "what plans took") for text in told])
+            if self._trials.winner is not None:
+                why = "drift" if self.notes.races else "start"
+                self._lost_s += self._trials.lost_s
+                self._settled(exchange, step, why, self._trials.lost_s)
+        return False
+
+    def _note_trial(self, candidate: int, step: int, before_s: float, now_s: float) -> None:
+        name = str(self._field[candidate])
+        self._recorder.add(Span("trial", name, MAIN, before_s, now_s, step, {"candidate": candidate}))
+
+    def _settled(self, exchange: Exchange, step: int, why: str, lost_s: float) -> None:
+        trials = self._trials
+        assert trials.winner is not None
+        winner = self._field[trials.winner]
+        tried = tuple(
+            Tried(recipe=each.recipe, gated=each.gated, predicted_s=each.predicted_s, measured_s=measured)
+            for each, measured in zip(self._field, trials.found_s, strict=True)
+        )
+        race = Race.model_validate(
+            {"first": trials.first, "end": step, "why": why, "tried": tried, "chosen": trials.winner, "lost_s": lost_s}
+        )
+        self._choose(winner, race)
+        self._not_before, self._patience = step + self._patience, 2 * self._patience
+        if exchange.rank == 0:
+            self._keep()
+        args = {"lost_s": self._lost_s, "iteration_s": trials.expected_s}
+        now_s = self._recorder.clock()
+        self._recorder.add(Span("tuned", str(winner), MAIN, now_s, now_s, step, args))
+
+    def _choose(self, winner: Candidate, race: Race) -> None:
+        self._chosen = winner.plan.model_copy(update={"why": self._why(winner, race)})
+        races = (*(self.notes.races[:-1] if race.undone else self.notes.races), race)
+        self.notes = self.notes.model_copy(update={"races": races, "lost_s": self._lost_s})
+        self._tell("")
+
+    # - Afterwards
+
+    def wish(self, step: int) -> str:
+        """What this rank would have: another race, what ran before, or nothing."""
+        if self._chosen is None:
+            return NONE
+        if self._trials.does_not_pay and not self.notes.races[-1].undone:
+            return BACK
+        elapsed_s = self._recorder.clock() - self._began_s
+        affordable = self._lost_s < allowance_s(self._trials.expected_s, elapsed_s)
+        return ANEW if step >= self._not_before and self._trials.has_drifted and affordable else NONE
+
+    def heed(self, exchange: Exchange, step: int) -> bool:
+        """Collective, when somebody had a wish. Whether there is to be a race; else it is done, or out of date."""
+        wishes = exchange.control.gather(self.wish(step), "compare what to do about a plan")
+        if ANEW in wishes:
+            return True
+        if BACK in wishes and self._trials.winner:
+            self._trials.settle(0)
+            self._choose(self._field[0], self.notes.races[-1].model_copy(update={"chosen": 0, "undone": True}))
+            if exchange.rank == 0:
+                self._keep()
+        return False
+
+    def _tell(self, doing: str) -> None:
+        self.notes = self.notes.model_copy(update={"doing": doing})
+        self._note(self.notes)
+
+    def _why(self, winner: Candidate, race: Race) -> str:
+        rows = [
+            f"{each} {1e3 * each.measured_s:.1f} ms (predicted {1e3 * each.predicted_s:.1f})" for each in race.tried
+        ]
+        how = {"remembered": "remembered", "start": "tried", "drift": "tried again"}[race.why]
+        back = "\nwhat had won was given up: it took longer by itself than in the race" if race.undone else ""
+        return f"auto chose {winner}\n{how}: {', '.join(rows)}{back}\n{winner.plan.explain()}"
