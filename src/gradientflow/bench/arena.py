@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from typing import Protocol
 
 from gradientflow.errors import TrainingError
 from gradientflow.lab import Lab, LabUnavailable, check_rate, format_rate
+from gradientflow.runtime.settings import PLAIN_ENV
 
 PORT = 29500
 LOG_LINES = 15
@@ -31,6 +31,8 @@ class Arena(Protocol):
     #: For people.
     words: str
     num_workers: int
+    #: Parameter servers on hosts of their own, numbered after the workers.
+    num_servers: int
     #: Bits per second of each worker's port; None: not known.
     rate: float | None
     #: What carries the workers' traffic, and how many of them share it.
@@ -38,25 +40,26 @@ class Arena(Protocol):
     num_sharing: int
     notes: tuple[str, ...]
 
-    def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
-        """Start a program as worker `rank`."""
+    def popen(self, number: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+        """Start a program as a worker or a server."""
 
     def master(self) -> tuple[str, int]:
         """Where rank 0 listens."""
 
 
 class LabArena:
-    def __init__(self, lab: Lab, rate: float | None) -> None:
+    def __init__(self, lab: Lab, rate: float | None, num_servers: int = 0) -> None:
         self._lab = lab
-        self.num_workers = len(lab.hosts)
+        self.num_workers, self.num_servers = len(lab.hosts) - num_servers, num_servers
         self.rate = rate
-        self.words = f"lab, {format_rate(rate)} a port"
+        own = [f"host {n} {format_rate(host.rate)}" for n, host in enumerate(lab.hosts) if host.rate != lab.rate]
+        self.words = ", ".join([f"lab, {format_rate(lab.rate)} a port", *own])
         self.interface = lab.hosts[0].interface
         self.num_sharing = 1
         self.notes: tuple[str, ...] = ()
 
-    def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
-        return self._lab.popen(rank, argv, **options)
+    def popen(self, number: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+        return self._lab.popen(number, argv, **options)
 
     def master(self) -> tuple[str, int]:
         return self._lab.hosts[0].address, PORT
@@ -65,8 +68,8 @@ class LabArena:
 class Loopback:
     """All workers on this machine's own network, as fast as it is."""
 
-    def __init__(self, num_workers: int, why: str) -> None:
-        self.num_workers = num_workers
+    def __init__(self, num_workers: int, why: str, num_servers: int = 0) -> None:
+        self.num_workers, self.num_servers = num_workers, num_servers
         self.rate: float | None = None
         self.words = "loopback, not shaped"
         self.interface = "lo"
@@ -74,7 +77,7 @@ class Loopback:
         self.notes: tuple[str, ...] = (f"not shaped: {why}",) if why else ()
         self._port = _free_port()
 
-    def popen(self, rank: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
+    def popen(self, number: int, argv: Sequence[str], **options: object) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **options.pop("env", {}), "GLOO_SOCKET_IFNAME": "lo"}  # type: ignore[dict-item]
         return subprocess.Popen(argv, env=environment, **options)  # type: ignore[call-overload, no-any-return]
 
@@ -83,20 +86,30 @@ class Loopback:
 
 
 @contextlib.contextmanager
-def arena(num_workers: int, rate: float | None, *, shaped: bool = True) -> Iterator[Arena]:
-    """A lab if the machine allows one, else its loopback with a note that says what is missing."""
+def arena(
+    num_workers: int,
+    rate: float | None,
+    rates: Mapping[int, float | None] = MappingProxyType({}),
+    *,
+    shaped: bool = True,
+    num_servers: int = 0,
+) -> Iterator[Arena]:
+    """A lab if the machine allows one, else its loopback with a note that says what is missing.
+
+    rates: of single workers, by number."""
     if not shaped:
-        yield Loopback(num_workers, "")
+        yield Loopback(num_workers, "", num_servers)
         return
     try:
-        lab = Lab(num_workers, rate)
+        lab = Lab(num_workers + num_servers, rate, rates)
     except LabUnavailable as error:
-        yield Loopback(num_workers, str(error))
+        yield Loopback(num_workers, str(error), num_servers)
         return
     with lab:
-        if rate is not None:
+        slowest = min((host.rate for host in lab.hosts[:num_workers] if host.rate is not None), default=None)
+        if slowest is not None:
             check_rate(lab)
-        yield LabArena(lab, rate)
+        yield LabArena(lab, slowest, num_servers)
 
 
 def start(
@@ -108,7 +121,7 @@ def start(
     environment: Mapping[str, str] = MappingProxyType({}),
     logs: Path | None = None,
 ) -> None:
-    """Run `python -m MODULE ARGUMENTS` on every worker until all have ended well, or raise.
+    """Run `python -m MODULE ARGUMENTS` on every worker until all have ended well, or raise; servers beside.
 
     follow: gets each line of rank 0's stdout.
     environment: beside this process's own, and what `init_process_group()` reads.
@@ -117,17 +130,22 @@ def start(
     with tempfile.TemporaryDirectory() as passing:
         files = [(logs or Path(passing)) / f"worker-{rank}.log" for rank in range(place.num_workers)]
         processes: list[subprocess.Popen[bytes]] = []
+        servers: list[subprocess.Popen[bytes]] = []
+        # Nobody else is on this network.
+        common = {**os.environ, **environment, PLAIN_ENV: "1", "OMP_NUM_THREADS": "1"}
         try:
+            for number in range(place.num_workers, place.num_workers + place.num_servers):
+                argv = [sys.executable, "-m", "gradientflow", "server", "--plain", "--job", f"{address}:{port}"]
+                quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+                servers.append(place.popen(number, argv, env=common, **quiet))
             for rank, log in enumerate(files):
                 told = {
-                    **os.environ,
-                    **environment,
+                    **common,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(place.num_workers),
                     "MASTER_ADDR": address,
                     "MASTER_PORT": str(port),
-                    "OMP_NUM_THREADS": "1",
                 }
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 argv = [sys.executable, "-m", module, *arguments]
@@ -138,9 +156,9 @@ def start(
                     raise TrainingError(f"worker {rank} cannot be started: {error}", (rank,)) from None
             _watch(processes, follow, limit_s, files)
         finally:
-            for process in processes:
+            for process in [*processes, *servers]:
                 process.kill()
-            for process in processes:
+            for process in [*processes, *servers]:
                 process.communicate()  # waits, and closes its pipe
 
 
@@ -184,12 +202,6 @@ def _last_words(log: Path) -> str:
         if "Error" in line:
             return line.split("]: ", 1)[-1]
     return lines[-1] if lines else "it said nothing"
-
-
-def die_with_parent() -> None:
-    """In a worker: end when the process that called `start` ends, however it ends."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _free_port() -> int:

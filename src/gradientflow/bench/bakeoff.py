@@ -24,6 +24,7 @@ from gradientflow.errors import TrainingError, UsageError
 from gradientflow.exchange.reach import way_to_others
 from gradientflow.profiles import Profile
 from gradientflow.rundir import now
+from gradientflow.runtime.settings import CACHE_ENV
 
 #: A worker's interpreter and libraries.
 WORKER_NBYTES = 300 * 2**20
@@ -65,6 +66,7 @@ def run_at(place: Arena, spec: Specification, follow: Callable[[Progress], None]
 def run_here(spec: Specification, follow: Callable[[Progress], None]) -> Results | None:
     """In the world that the environment describes, of which this process is a rank; progress and results on rank 0."""
     began = now()
+    os.environ[CACHE_ENV] = "off"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

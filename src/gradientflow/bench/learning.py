@@ -36,6 +36,8 @@ class Training(Record):
     evaluations: tuple[Evaluation, ...] = Field(min_length=1)
     #: Of the gradients' bytes, how many times less a rank had to say in the second half of the steps; 0: not known.
     compression: float = 0.0
+    #: By one worker's host, as its interface counts; 0: not known.
+    sent_nbytes: float = 0.0
 
     @property
     def last(self) -> float:

@@ -20,12 +20,15 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from gradientflow.bench.comm_hooks import Hook, all_reduce_hook, bf16_hook, watched
 from gradientflow.bench.horovod import Horovod
-from gradientflow.compress import imagined, summed_nbytes
+from gradientflow.compress import Feedback, imagined, summed_nbytes
 from gradientflow.errors import RecipeError, UsageError
 from gradientflow.integrations.ddp import DistributedDataParallel
+from gradientflow.patterns import ALL_REDUCES
 from gradientflow.profiles import Profile
-from gradientflow.recipe import as_recipe
+from gradientflow.recipe import Recipe, as_recipe
 from gradientflow.trace import Span
+from gradientflow.tune.candidates import MOST
+from gradientflow.tune.trials import longest
 
 #: Bucket sizes that `ddp-best` chooses from, in MB as DDP counts them.
 BUCKETS_MB = (1, 5, 25, 100)
@@ -43,6 +46,8 @@ class Method:
     must_send_nbytes: Callable[[Profile, int], float]
     #: Wraps the module so that messages are noted in the list. None: what `wrap` makes says so itself, or sends none.
     watch: Callable[[nn.Module, list[Span]], nn.Module] | None = None
+    #: Iterations that it tries things in, beyond those that any method has to warm up.
+    num_tried: int = 0
 
 
 #: Beside recipes. `ddp-best` is chosen by a pilot, see bench/worker.py.
@@ -61,6 +66,16 @@ def numbered(names: Iterable[str]) -> tuple[str, ...]:
         seen[name] += 1
         found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return tuple(found)
+
+
+def patterns_of(names: Iterable[str]) -> tuple[str, ...]:
+    """By which some of these methods send.
+
+    >>> patterns_of(["ddp", "lazy", "lazy-ring+bf16"])
+    ('ring',)
+    """
+    recipes = [Recipe.parse(text) for text in map(without_number, names) if text not in NAMES]
+    return tuple(sorted({recipe.exchange.name for recipe in recipes} & ALL_REDUCES.keys()))
 
 
 def without_number(name: str) -> str:
@@ -107,9 +122,19 @@ def _recipe(name: str, text: str) -> Method:
     def must_send(profile: Profile, world: int) -> float:
         dtypes = {tensor.torch_dtype for tensor in profile.tensors}
         parcels = [imagined([t.shape for t in profile.tensors if t.torch_dtype is dtype], dtype) for dtype in dtypes]
-        return sum(codec.traffic(parcel, world).sent_nbytes for parcel in parcels)
+        sent = sum(codec.traffic(parcel, world).sent_nbytes for parcel in parcels)
+        return sent * _through_servers(recipe, world) if recipe.served else sent
 
-    return Method(name, wrap, must_send)
+    return Method(name, wrap, must_send, num_tried=longest(1 + MOST) if recipe.tunes else 0)
+
+
+def _through_servers(recipe: Recipe, world: int) -> float:
+    """Of what a worker sends if ranks exchange among themselves, what its host sends if servers add up."""
+    if isinstance(recipe.codec(), Feedback):
+        return 1 / (world - 1)  # at least: what is gathered is sent once, and servers send it to all
+    num_spare = min(recipe.num_servers, world)
+    share = (world - num_spare) / (world**2 + num_spare * world - 2 * num_spare)
+    return (1 + (world - 2) * share) / summed_nbytes(1.0, world)
 
 
 def stock_ddp(bucket_mb: float, name: str = "ddp") -> Method:

@@ -12,11 +12,11 @@ import sys
 import torch
 import torch.distributed as dist
 
-from gradientflow.bench.arena import die_with_parent
 from gradientflow.exchange.reach import way_to_others
 from gradientflow.network import Network
 from gradientflow.patterns import ALL_REDUCES
 from gradientflow.probe import measure_network
+from gradientflow.processes import die_with_parent
 
 TIMEOUT_S = 120.0
 
@@ -26,7 +26,10 @@ def measure_here() -> Network | None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     network = measure_network(
-        address=way_to_others(os.environ).address or None, smaller_worlds=True, patterns=tuple(ALL_REDUCES)
+        address=way_to_others(os.environ).address or None,
+        smaller_worlds=True,
+        patterns=tuple(ALL_REDUCES),
+        processors=True,
     )
     rank = dist.get_rank()
     dist.barrier()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from gradientflow.documents import Document, Record
+from gradientflow.documents import MAX_NBYTES, Document, Record
+from gradientflow.lab.stragglers import Straggling
 from gradientflow.network import Network
 from gradientflow.trace import Span
 
@@ -48,11 +49,9 @@ class Ratio(Record):
         return (self.high - self.low) / 2
 
 
-class Conditions(Record):
+class Conditions(Straggling):
     """What an iteration meets beside the workload itself, the same for all methods of a run."""
 
-    #: By rank: how many times longer its computing takes.
-    slowdown: dict[int, float] = {}  # noqa: RUF012 - pydantic copies it
     #: Standard deviation of how long an iteration computes on a rank, as a share of the mean.
     jitter: float = 0.0
     #: To which the norm of all gradients together is clipped between backward and step; None: it is not.
@@ -64,7 +63,7 @@ class Conditions(Record):
         >>> Conditions(slowdown={2: 1.5}, jitter=0.1, clip_norm=1.0).words
         ('rank 2 computes 1.5 times as long', 'computing jitters by 10 %', 'gradients clipped to a norm of 1')
         """
-        found = [f"rank {rank} computes {factor:g} times as long" for rank, factor in sorted(self.slowdown.items())]
+        found = self.told
         if self.jitter:
             found.append(f"computing jitters by {100 * self.jitter:g} %")
         if self.clip_norm is not None:
@@ -114,6 +113,8 @@ class Machine(Record):
 
 
 class Results(Document):
+    limit_nbytes = MAX_NBYTES
+
     machine: Machine
     command: str
     started: str

@@ -27,11 +27,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from gradientflow.bench.arena import die_with_parent
 from gradientflow.bench.digits import Batch, Digits, batches_of_rank, build_reader, load_digits
 from gradientflow.bench.usage import sent_nbytes
 from gradientflow.bench.worker import Progress
 from gradientflow.documents import Document, Record
+from gradientflow.processes import die_with_parent
 from gradientflow.runtime.attach import attach
 
 #: Images a step over all workers; constant, so that the number of workers does not change what is learnt.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 import resource
 from pathlib import Path
 from typing import NamedTuple
+
+from gradientflow.processes import machine_s
 
 #: Of a segment that carries data: Ethernet, IP, TCP with time stamps.
 HEADER_NBYTES = 66
@@ -32,16 +33,8 @@ class Usage(NamedTuple):
 
 def usage(interface: str) -> Usage:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    busy_s, total_s = _machine_s()
+    busy_s, total_s = machine_s()
     return Usage(used.ru_utime + used.ru_stime, busy_s, total_s, sent_nbytes(interface))
-
-
-def _machine_s() -> tuple[float, float]:
-    with open("/proc/stat") as file:
-        ticks = [int(field) for field in file.readline().split()[1:9]]
-    second = os.sysconf("SC_CLK_TCK")
-    idle = ticks[3] + ticks[4]
-    return (sum(ticks) - idle) / second, sum(ticks) / second
 
 
 def sent_nbytes(interface: str) -> float:

@@ -4,10 +4,10 @@
 
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
 machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first,
-uncounted step to the end of the last, on the slowest rank; what a method has put off then is finished before the next
-block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with
-one method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file
-the specification names.
+uncounted step (with a gate, of a second) to the end of the last, on the slowest rank; what a method has put off then is
+finished before the next block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is
+measured before, with one method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and
+the findings to the file the specification names.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradientflow.bench.arena import die_with_parent
 from gradientflow.bench.methods import BUCKETS_MB, POWERSGD_START, Method, method, stock_ddp, without_number
 from gradientflow.bench.results import Conditions, Ratio, Result, Spread, Timeline
 from gradientflow.bench.timelines import NOTED_BY_FLOWS, Phase, extent, timelines, watched, within, without
 from gradientflow.bench.usage import Usage, forget_peak_memory, peak_memory, usage
 from gradientflow.cost.evaluate import limit_s
-from gradientflow.documents import Document, Record, parse_json
+from gradientflow.documents import MAX_NBYTES, Document, Record, parse_json
 from gradientflow.exchange.reach import way_to_others
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab.limits import goodput
-from gradientflow.lab.replay import Jitter, Replay
+from gradientflow.lab.replay import Replay
+from gradientflow.lab.stragglers import Hindered
 from gradientflow.lab.workloads import timed
 from gradientflow.network import Network
 from gradientflow.probe import measure_network
+from gradientflow.processes import die_with_parent
 from gradientflow.profiles import Profile
 from gradientflow.runtime.pooled import OBSERVED_STEPS
+from gradientflow.runtime.settings import CACHE_ENV
 from gradientflow.trace import Span, Trace
 
 TIMEOUT_S = 300.0
@@ -74,8 +76,11 @@ class Specification(Document):
     precision: float
     #: Samples of one worker in an iteration.
     batch: int
-    #: What the probe before may take.
+    #: What the probe before may take, and patterns that it measures beside the backend's own all-reduce.
     probe_s: float = PROBE_S
+    patterns: tuple[str, ...] = ()
+    #: Times alone: neither is memory measured nor an iteration looked at.
+    brief: bool = False
     conditions: Conditions = Conditions()
     findings: str
 
@@ -87,6 +92,8 @@ class Progress(Record):
 
 
 class Findings(Document):
+    limit_nbytes = MAX_NBYTES
+
     results: tuple[Result, ...]
     timelines: tuple[Timeline, ...]
     network: Network
@@ -107,9 +114,8 @@ class Bakeoff:
     def __init__(self, spec: Specification, tell: Callable[[Progress], None]) -> None:
         self._spec, self._tell = spec, tell
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        profile = _slowed(spec.profile, spec.conditions.slowdown.get(self._rank, 1.0))
-        self._jitter = Jitter(spec.conditions.jitter, seed=self._rank)
-        self._module = Replay(profile, seed=self._rank, fill="once", jitter=self._jitter)
+        self._paces = Hindered(spec.conditions, spec.conditions.jitter, self._rank, self._world)
+        self._module = Replay(spec.profile, seed=self._rank, fill="once", jitter=self._paces)
         # Of all optimizers the one that computes least: on the accelerator that this stands for, none takes long.
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3)
         self._models: dict[str, nn.Module] = {}
@@ -121,15 +127,18 @@ class Bakeoff:
 
     def run(self) -> Findings:
         self._say(0, 1, "measuring the network")
-        network = measure_network(budget_s=self._spec.probe_s, address=way_to_others(os.environ).address or None)
+        address = way_to_others(os.environ).address or None
+        network = measure_network(
+            budget_s=self._spec.probe_s, address=address, patterns=self._spec.patterns, processors=True
+        )
         names = list(dict.fromkeys(["compute", *self._spec.methods]))
         for done, name in enumerate(names):
             self._say(done, len(names), f"warming up {name}")
             self._methods[name] = self._best_ddp(name) if without_number(name) == "ddp-best" else method(name)
-            self._peak_memory[name] = self._memory_alone(self._methods[name])
+            self._peak_memory[name] = 0 if self._spec.brief else self._memory_alone(self._methods[name])
         for name in names:
             self._wrap(name)
-            self._block(name, WARM_UP_ITERATIONS)
+            self._block(name, WARM_UP_ITERATIONS + self._methods[name].num_tried)
         for number in range(self._spec.max_rounds):
             # By the number alone: all ranks draw the same.
             for name in random.Random(number).sample(names, len(names)):
@@ -138,9 +147,10 @@ class Bakeoff:
                 break
         results = [self._result(name) for name in names]
         self._say(1, 1, "looking at one iteration of each method")
+        watched = [] if self._spec.brief else [name for name in names if name != "compute"]
         return Findings(
             results=tuple(result for result in results if result is not None),
-            timelines=tuple(line for name in names if name != "compute" for line in self._timelines(name)),
+            timelines=tuple(line for name in watched for line in self._timelines(name)),
             network=network,
             notes=tuple(self._notes),
         )
@@ -172,14 +182,14 @@ class Bakeoff:
         return most
 
     def _block(self, name: str, iterations: int, number: int = 0) -> _Block:
-        """number: of the round, in which all methods meet the same jitter."""
-        self._jitter.restart(number)
+        """number: of the round, in which all methods meet the same jitter and stragglers."""
+        self._paces.restart(number)
         self._disarm()
         model = self._models[name]
         dist.barrier()
         # From the end of a step to the end of a later one: what a method has put off at the end of the last iteration,
         # it had at the beginning of the first one too.
-        self._iterate(model)
+        self._lead_in(model)
         start_s, before = time.perf_counter(), self._usage()
         for _ in range(iterations):
             self._iterate(model)
@@ -191,7 +201,7 @@ class Bakeoff:
             seconds=float(slowest_s) / iterations,
             cpu_s=used.cpu_s / iterations,
             sent_nbytes=used.sent_nbytes / self._spec.num_sharing / iterations,
-            busy_share=used.busy_s / used.total_s if used.total_s else 0.0,
+            busy_share=min(1.0, used.busy_s / used.total_s) if used.total_s else 0.0,
         )
 
     def _iterate(self, model: nn.Module, phase: Phase = contextlib.nullcontext) -> None:
@@ -205,6 +215,16 @@ class Bakeoff:
             if self._spec.conditions.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self._module.parameters(), self._spec.conditions.clip_norm)
             self._optimizer.step()
+
+    def _lead_in(self, model: nn.Module) -> None:
+        """Iterations that do not count.
+
+        To a flow, steps of other methods are steps that it skipped, and ranks compare notes about them through the
+        store when its next step is concluded. With a gate that is in the forward pass of the step after, where it takes
+        75 to 110 ms while gradients of four workers fill links of 1 Gbit/s."""
+        self._iterate(model)
+        if isinstance(model, DistributedDataParallel) and model.flow.gated:
+            self._iterate(model)
 
     def _finish(self, model: nn.Module) -> None:
         """What a method has put off it does in its own time: nobody's messages or updates are left to the next."""
@@ -293,15 +313,19 @@ class Bakeoff:
             cpu_s=cpu_s,
             cpu_share=share,
             peak_memory_bytes=max(nbytes for _, nbytes in everyone),
-            notes=(*self._row_notes[name], *self._about_codec(name), *(["CPU-bound"] if share > CPU_BOUND else [])),
+            notes=(*self._row_notes[name], *self._about_plan(name), *(["CPU-bound"] if share > CPU_BOUND else [])),
         )
 
-    def _about_codec(self, name: str) -> list[str]:
-        """How many messages it did not pay for."""
+    def _about_plan(self, name: str) -> list[str]:
+        """What was chosen, and how many messages its codec did not pay for."""
         model = self._models[name]
-        messages = model.flow.plan.messages if isinstance(model, DistributedDataParallel) else ()
-        num_dense = sum(message.dense for message in messages)
-        return [f"{num_dense} of {len(messages)} messages without the codec"] if num_dense else []
+        if not isinstance(model, DistributedDataParallel):
+            return []
+        plan = model.flow.plan
+        num_dense = sum(message.dense for message in plan.messages)
+        dense = [f"{num_dense} of {len(plan.messages)} messages without the codec"] if num_dense else []
+        chosen = plan.why.splitlines()[0].removeprefix("auto ") if plan.why.startswith("auto chose ") else ""
+        return [chosen, *dense] if chosen else dense
 
     def _bytes_per_s(self) -> float:
         return goodput(self._spec.rate) / 8 if self._spec.rate else float("inf")
@@ -318,7 +342,7 @@ class Bakeoff:
         model = self._models[name]
         self._disarm()
         dist.barrier()
-        self._iterate(model)
+        self._lead_in(model)
         work, exposed = watched(lambda phase: self._iterate(model, phase), list(self._module.parameters()))
         self._finish(model)
         start_s, end_s = extent(work)
@@ -347,10 +371,6 @@ def _as_measured(profile: Profile, compute_s: float) -> Profile:
     return timed(profile, compute_s) if profile.forward_s + profile.backward_s else profile
 
 
-def _slowed(profile: Profile, factor: float) -> Profile:
-    return profile if factor == 1.0 else timed(profile, factor * (profile.forward_s + profile.backward_s))
-
-
 def bake(spec: Specification, tell: Callable[[Progress], None]) -> Findings:
     """On every rank of an initialised group. Rank 0 tells how it goes."""
     return Bakeoff(spec, tell).run()
@@ -359,6 +379,7 @@ def bake(spec: Specification, tell: Callable[[Progress], None]) -> Findings:
 def main() -> None:
     die_with_parent()
     spec = parse_json(Specification, Path(sys.argv[1]).read_text(), sys.argv[1])
+    os.environ[CACHE_ENV] = "off"  # each method begins with what it finds here and now
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     findings = bake(spec, lambda progress: print(progress.model_dump_json(), flush=True))

@@ -214,6 +214,78 @@ class Best:
         return self.ways[self.pick(nbytes)].seconds(nbytes)
 
 
+class Priced(Record):
+    """What was measured of messages, by each way of carrying them, as it can be written down."""
+
+    ways: dict[str, CostTable] = Field(min_length=1)
+    #: Messages may each go by another way.
+    by_size: bool = False
+    #: Times that a message is sent, ...
+    count: float = 1.0
+    #: ... what a codec leaves of its bytes, ...
+    fraction: float = 1.0
+    #: ... and what it computes for each.
+    compute_s_per_byte: Seconds = 0.0
+    #: Of memory that is read or written, as any codec does.
+    touch_s_per_byte: Seconds = 0.0
+
+    def cost(self) -> Cost:
+        found = {
+            name: Encoded(Steps(table, self.count, self.fraction), self.compute_s_per_byte)
+            for name, table in self.ways.items()
+        }
+        return Best(found) if self.by_size else next(iter(found.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Altered:
+    """The same on another network: start-ups and bytes take so many times as long.
+
+    >>> Altered(Line(alpha_s=2.0, beta_s_per_byte=1.0), startup=0.5, wire=2.0).seconds(3)
+    7.0
+    """
+
+    cost: Cost
+    startup: float = 1.0
+    wire: float = 1.0
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        return self.wire * self.cost.beta_s_per_byte
+
+    @property
+    def host_s(self) -> float:
+        return self.startup * self.cost.host_s
+
+    def seconds(self, nbytes: float) -> float:
+        whole_s = self.cost.seconds(nbytes)
+        wire_s = min(whole_s, self.cost.beta_s_per_byte * nbytes)
+        return self.startup * (whole_s - wire_s) + self.wire * wire_s
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least of several costs, as a library takes it that chooses by itself.
+
+    >>> cost = Least((Line(alpha_s=4.0, beta_s_per_byte=1.0), Line(alpha_s=1.0, beta_s_per_byte=2.0)))
+    >>> cost.seconds(1), cost.seconds(10)
+    (3.0, 14.0)
+    """
+
+    costs: tuple[Cost, ...]
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        return min(cost.beta_s_per_byte for cost in self.costs)
+
+    @property
+    def host_s(self) -> float:
+        return self.costs[0].host_s
+
+    def seconds(self, nbytes: float) -> float:
+        return min(cost.seconds(nbytes) for cost in self.costs)
+
+
 @dataclass(frozen=True, slots=True)
 class Paying:
     """A message by a codec where that gains a `MARGIN`, else as it is.

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Protocol
 
+import networkx
+
 from gradientflow.cost.table import Line
+from gradientflow.errors import UsageError
 from gradientflow.patterns import check_hosts
 
 
@@ -146,6 +149,75 @@ class BCube:
 
     def link(self, name: Hashable) -> Line:
         return _port(self.alpha_s, self.beta_s_per_byte)
+
+
+class Graph:
+    """Any wiring: a graph of workers, called 0, 1, ..., and switches, called anything else; routes are shortest paths.
+
+    Each cable is two links, one each way, with `alpha_s` and `beta_s_per_byte` of its own. Of several shortest paths
+    always the same one is taken.
+
+    >>> cabled([(0, "switch"), (1, "switch")], Line(alpha_s=1.0, beta_s_per_byte=1.0)).route(0, 1)
+    ((0, 'switch'), ('switch', 1))
+    """
+
+    def __init__(self, cables: networkx.Graph) -> None:
+        self._cables = cables
+        workers = sorted(node for node in cables if isinstance(node, int))
+        if workers != list(range(len(workers))):
+            raise UsageError(f"workers of a graph must be called 0, 1, 2 ..., not {workers[:8]}")
+        if workers and not networkx.is_connected(cables):
+            parts = sorted(networkx.connected_components(cables), key=len)
+            apart = ", ".join(sorted(map(str, parts[0]))[:4])
+            raise UsageError(
+                f"the graph is in {len(parts)} parts ({apart} cannot be reached): add a cable between them"
+            )
+        self.world = len(workers)
+        self._routes = cache(self._route)
+
+    def route(self, source: int, destination: int) -> Sequence[Hashable]:
+        return self._routes(source, destination)
+
+    def _route(self, source: int, destination: int) -> Sequence[Hashable]:
+        return tuple(pairwise(networkx.shortest_path(self._cables, source, destination)))
+
+    def link(self, name: Hashable) -> Line:
+        cable = self._cables.edges[name]
+        return Line(alpha_s=cable["alpha_s"], beta_s_per_byte=cable["beta_s_per_byte"])
+
+
+def fat_tree(num_workers: int, per_switch: int, oversubscription: float, line: Line) -> Graph:
+    """Workers under switches, and a core above these that never blocks. A switch's cable to the core carries what its
+    workers could send, divided by the oversubscription."""
+    cables = networkx.Graph()
+    port = _port(line.alpha_s, line.beta_s_per_byte)
+    for worker in range(num_workers):
+        cables.add_edge(
+            worker, f"switch {worker // per_switch}", **port.model_dump(include={"alpha_s", "beta_s_per_byte"})
+        )
+    if num_workers > per_switch:
+        up = line.beta_s_per_byte * oversubscription / per_switch
+        for number in range(-(-num_workers // per_switch)):
+            cables.add_edge(f"switch {number}", "core", alpha_s=0.0, beta_s_per_byte=up)
+    return Graph(cables)
+
+
+def cabled(cables: Sequence[tuple[int | str, int | str]], line: Line) -> Graph:
+    """A graph of equal cables; between two workers half the latency of each."""
+    graph = networkx.Graph()
+    for one, other in cables:
+        graph.add_edge(one, other, alpha_s=line.alpha_s / 2, beta_s_per_byte=line.beta_s_per_byte)
+    return Graph(graph)
+
+
+def torus_of(sides: Sequence[int], line: Line) -> Graph:
+    """A torus of any number of directions."""
+    grid = networkx.grid_graph(dim=tuple(reversed(sides)), periodic=True)
+    number = {node: index for index, node in enumerate(sorted(grid))}
+    graph = networkx.relabel_nodes(grid, number)
+    networkx.set_edge_attributes(graph, line.alpha_s, "alpha_s")
+    networkx.set_edge_attributes(graph, line.beta_s_per_byte, "beta_s_per_byte")
+    return Graph(graph)
 
 
 def _port(alpha_s: float, beta_s_per_byte: float) -> Line:

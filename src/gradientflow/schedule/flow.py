@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 from gradientflow.cost.evaluate import Evaluation, Job, Stages, evaluate, limit_s, startup_and_wire_s
 from gradientflow.cost.table import Cost, Steps
@@ -39,6 +40,10 @@ TOLERANCE = 0.005
 MARGINS = (1.5, 3.0)
 #: How many plans are looked at closely: with 2000 tensors half a second, with all of them a whole one.
 NEAR = 24
+#: How many styles are tried with other sizes, nearer than a factor of two.
+REFINED = 4
+#: Of what the link can carry until backward ends.
+TAPERS = (0.1, 0.25)
 
 
 def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True, stages: Stages = ()) -> Plan:
@@ -55,10 +60,15 @@ def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True
     named = [judge.calmly(board.ranges(plan)) for plan in _named(profile, cost, num_lanes, merged).values()]
     own = [judge.calmly(board.ranges(plan)) for plan in joined]
     styles = _styles(profile, cost)
-    own += [judge.calmly(_play(board, style, cases[0], cost, num_lanes)) for style in styles]
+    played = {style: judge.calmly(_play(board, style, cases[0], cost, num_lanes)) for style in styles}
+    finer = {
+        near for style in sorted(played, key=lambda style: played[style].calm_s)[:REFINED] for near in style.near()
+    }
+    own += played.values()
+    own += [judge.calmly(_play(board, style, cases[0], cost, num_lanes)) for style in sorted(finer)]
     for slower in SLOWER_LINKS:
         late = Steps(cost, slower, 1.0)
-        own += [judge.calmly(_play(board, style, cases[0], late, num_lanes)) for style in styles[1::6]]
+        own += [judge.calmly(_play(board, style, cases[0], late, num_lanes)) for style in styles[1::4]]
     # No choice is made by the last digit.
     most_s = (1 + 1e-9) * min(plan.calm_s for plan in named)
     as_good = [plan for plan in [*named, *own] if plan.calm_s <= most_s]
@@ -131,10 +141,18 @@ class _Judge:
 # - The newest first, in many styles
 
 
-@dataclass(frozen=True, slots=True)
-class _Style:
+class _Style(NamedTuple):
     size_nbytes: float  # what a message holds at most
     least_nbytes: float  # what has to have gathered while backward runs
+    #: Of what the link carries between a message's start and the end of backward, whichever comes first, the most that
+    #: it may hold; but `floor_nbytes` always. Around that moment come the gradients that are needed first, and whatever
+    #: is on the link then is in their way.
+    taper: float = math.inf
+    floor_nbytes: float = 0.0
+
+    def near(self) -> Iterator[_Style]:
+        for factor in (2 ** (1 / 3), 2 ** (-1 / 3)):
+            yield self._replace(size_nbytes=self.size_nbytes * factor, least_nbytes=self.least_nbytes * factor)
 
 
 def _styles(profile: Profile, cost: Cost) -> list[_Style]:
@@ -142,13 +160,14 @@ def _styles(profile: Profile, cost: Cost) -> list[_Style]:
     whole = float(profile.nbytes)
     startup_s, wire_s = startup_and_wire_s(cost, profile.nbytes)
     smallest = whole * min(1.0, max(1 / 256, startup_s / wire_s / 8 if wire_s else 1.0))
-    num_sizes = 1 + math.ceil(3 * math.log2(whole / smallest))
-    sizes = [whole / 2 ** (step / 3) for step in range(num_sizes)]
-    return [_Style(size, size * share) for size in sizes for share in (0.0, 0.25, 0.5)]
+    sizes = [whole / 2**step for step in range(1 + math.ceil(math.log2(whole / smallest)))]
+    even = [_Style(size, size * share) for size in sizes for share in (0.0, 0.25, 0.5)]
+    floors = [(size, size / part) for size in sizes for part in (4, 16) if size / part >= smallest]
+    return even + [_Style(size, 0.0, taper, floor) for size, floor in floors for taper in TAPERS]
 
 
 def _play(board: Board, style: _Style, case: Case, cost: Cost, num_lanes: int) -> tuple[Range, ...]:
-    backlog = _Backlog(board.axes, style, case)
+    backlog = _Backlog(board.axes, style, case, cost.beta_s_per_byte)
     issue_in_turn(backlog, cost, num_lanes)
     return tuple(backlog.issued)
 
@@ -156,8 +175,9 @@ def _play(board: Board, style: _Style, case: Case, cost: Cost, num_lanes: int) -
 class _Backlog:
     """What is ready and not sent, played through in one style. A supply for `issue_in_turn`."""
 
-    def __init__(self, axes: Sequence[Axis], style: _Style, case: Case) -> None:
+    def __init__(self, axes: Sequence[Axis], style: _Style, case: Case, beta_s_per_byte: float) -> None:
         self._axes, self._style, self._after_s = axes, style, case.after_s
+        self._beta_s_per_byte = beta_s_per_byte
         self._ready_s = case.ready_s
         self._backward_s = max(ready_s[-1] for ready_s in self._ready_s)
         self._num_ready = [0] * len(axes)
@@ -189,8 +209,15 @@ class _Backlog:
         for pool, run in self._most_urgent_first():
             itemsize = self._axes[pool].itemsize
             if (run[1] - run[0]) * itemsize >= least:
-                return self._issue(pool, run) * itemsize
+                return self._issue(pool, run, self._most_nbytes(now_s)) * itemsize
         return None
+
+    def _most_nbytes(self, now_s: float) -> float:
+        style = self._style
+        if math.isinf(style.taper) or not self._beta_s_per_byte:
+            return style.size_nbytes
+        carried = abs(self._backward_s - now_s) / self._beta_s_per_byte
+        return min(style.size_nbytes, max(style.floor_nbytes, style.taper * carried))
 
     def _gather(self, pool: int, now_s: float) -> None:
         edges, runs = self._axes[pool].edges, self._runs[pool]
@@ -212,11 +239,11 @@ class _Backlog:
         _, last = self._axes[pool].tensors_of(*run)
         return self._after_s[pool][last]
 
-    def _issue(self, pool: int, run: list[int]) -> int:
+    def _issue(self, pool: int, run: list[int], most_nbytes: float) -> int:
         """Send the newest end of a run, and with it a leftover that would be too small to go by itself."""
         start, stop = run
         itemsize = self._axes[pool].itemsize
-        size = max(1, int(self._style.size_nbytes / itemsize))
+        size = max(1, int(most_nbytes / itemsize))
         least = max(size / 4, self._style.least_nbytes / itemsize)
         cut = stop - size if stop - size - start >= least else start
         self.issued.append((pool, cut, stop))

@@ -17,6 +17,8 @@ from gradientflow.schedule.sizes import parse_nbytes
 
 #: The paper's theta is not known; this is the size of DDP's buckets.
 DEFAULT_THETA = 25 * 10**6
+#: Stock DDP's own, the first and the others.
+FIRST_BUCKET_NBYTES, BUCKET_NBYTES = 2**20, 25 * 2**20
 
 
 def fuse(profile: Profile, theta: float) -> tuple[Message, ...]:
@@ -59,6 +61,17 @@ def lazy(profile: Profile, argument: str = "") -> Plan:
     """Fuse until theta: `lazy` for the default, `lazy:4MB` for another."""
     theta = parse_nbytes(argument) if argument else DEFAULT_THETA
     return _plan(f"lazy:{argument}" if argument else "lazy", profile, theta)
+
+
+def buckets(profile: Profile, limit_nbytes: float, first_nbytes: float) -> Plan:
+    """Stock DDP's: as `lazy`, but with a first one of its own size, so that something is sent early."""
+    tensors, nbytes, head = profile.tensors, 0, 0
+    while head < len(tensors) and nbytes < first_nbytes:
+        nbytes += tensors[head].nbytes
+        head += 1
+    parts = [profile.model_copy(update={"tensors": part}) for part in (tensors[:head], tensors[head:])]
+    messages = (*fuse(parts[0], math.inf), *fuse(parts[1], limit_nbytes))
+    return Plan(schedule="ddp", layout=tuple(tensor.name for tensor in tensors), messages=messages)
 
 
 def _plan(schedule: str, profile: Profile, theta: float) -> Plan:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from gradientflow.cost.evaluate import Link, Moments, startup_and_wire_s
 from gradientflow.cost.table import Cost
+from gradientflow.errors import UsageError
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.profiles import Profile
 
@@ -24,6 +25,8 @@ PARTITION_NBYTES = 4_000_000
 CREDIT_NBYTES = 16_000_000
 #: P3's slices: 50,000 parameters. It has no credit: the next piece goes when the one before it is done.
 P3_PARTITION_NBYTES = 200_000
+#: Of a plan: 100 GB in P3's slices.
+MOST_PIECES = 500_000
 
 
 def bytescheduler(
@@ -96,6 +99,9 @@ class _Pieces:
         #: The more compute follows a tensor, the earlier forward needs it; of equals, the one that came last.
         self._urgency = [(-after_s, -index) for index, after_s in enumerate(moments.after_s)]
         self._partition_nbytes, self._credit_nbytes = partition_nbytes, credit_nbytes
+        num_pieces = sum(-(-tensor.nbytes // max(1, partition_nbytes)) for tensor in profile.tensors)
+        if num_pieces > MOST_PIECES:
+            raise UsageError(f"partitions of {partition_nbytes} bytes would be {num_pieces} messages: take larger ones")
         self._num_ready = 0
         self._waiting: list[tuple[tuple[float, int], int, int]] = []  # urgency, first element, tensor
         self.issued: list[Slice] = []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from gradientflow.account import Waits, waits
 from gradientflow.bench.report.charts import Line, Part, message_sizes, stacked_bars, steps_plot
 from gradientflow.bench.report.network_part import add_network
 from gradientflow.bench.report.page import (
@@ -28,7 +29,7 @@ from gradientflow.bench.report.page import (
     trace_link,
     write_page,
 )
-from gradientflow.bench.report.steps import RankSteps, Waits, common_steps, median_step, slowest_step, thinned, waits
+from gradientflow.bench.report.steps import RankSteps, common_steps, median_step, slowest_step, thinned
 from gradientflow.bench.report.timeline import Group, timeline
 from gradientflow.errors import DocumentError
 from gradientflow.network import Network

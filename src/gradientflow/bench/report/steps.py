@@ -1,4 +1,4 @@
-"""What traces say about steps: how long they took, how much of it was exposed, and who waited for whom."""
+"""What traces say about steps: how long they took, and how much of it was exposed."""
 
 from __future__ import annotations
 
@@ -70,54 +70,6 @@ def median_step(ranks: Sequence[RankSteps]) -> int | None:
 def slowest_step(ranks: Sequence[RankSteps]) -> int | None:
     took_s = by_slowest(ranks)
     return max(took_s, key=lambda step: (took_s[step], -step), default=None)
-
-
-class Waits(NamedTuple):
-    """Who stood waiting in messages for whom, the last to begin them; on average in a step."""
-
-    num_steps: int
-    num_messages: int
-    #: By (waiting rank, awaited rank).
-    seconds: Mapping[tuple[int, int], float]
-    #: In how many messages a rank was the last to begin.
-    last: Mapping[int, int]
-
-    def by(self, rank: int) -> float:
-        return sum(value_s for (waiting, _), value_s in self.seconds.items() if waiting == rank)
-
-    def for_(self, rank: int) -> float:
-        return sum(value_s for (_, awaited), value_s in self.seconds.items() if awaited == rank)
-
-
-def waits(traces: Sequence[Trace]) -> Waits:
-    """From traces on one clock. A message can only move once its last rank has begun it: up to then, all others wait.
-
-    Counted are messages that all ranks have in common, without their first step where there are more.
-    """
-    begun = [_messages(trace) for trace in traces]
-    shared = set.intersection(*(set(one) for one in begun)) if begun else set()
-    first = min((step for step, *_ in shared), default=0)
-    common = {key for key in shared if key[0] != first} or shared
-    total_s: dict[tuple[int, int], float] = defaultdict(float)
-    last: dict[int, int] = defaultdict(int)
-    for key in common:
-        starts_s = {trace.rank: one[key][0] for trace, one in zip(traces, begun, strict=True)}
-        awaited = max(starts_s, key=lambda rank: (starts_s[rank], -rank))
-        last[awaited] += 1
-        for trace, one in zip(traces, begun, strict=True):
-            start_s, end_s = one[key]
-            if trace.rank != awaited:
-                total_s[trace.rank, awaited] += max(0.0, min(starts_s[awaited], end_s) - start_s)
-    num_steps = len({step for step, *_ in common})
-    means_s = {pair: value_s / num_steps for pair, value_s in total_s.items()}
-    return Waits(num_steps, len(common), means_s, dict(last))
-
-
-def _messages(trace: Trace) -> dict[tuple[int, object, str], tuple[float, float]]:
-    return {
-        (span.step, span.args.get("message"), span.track): (span.start_s + trace.epoch_s, span.end_s + trace.epoch_s)
-        for span in trace.of_kind("message")
-    }
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[float, float]]:

@@ -1,0 +1,116 @@
+"""Clusters as files: names, round trips, probes, and every mistake in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradientflow.cost.nccl import MODELS, Job
+from gradientflow.errors import DocumentError, UsageError
+from gradientflow.network import Carrying, Encoding, Measurement, Network, Processors, Sample
+from gradientflow.sim.cluster import Cluster, names, parse, read
+
+
+@pytest.mark.parametrize("name", names())
+def test_named_clusters_read_and_write(name: str, tmp_path: Path) -> None:
+    cluster = read(name)
+    assert cluster.name == name and cluster.source
+    cluster.write_toml(tmp_path / "again.toml")
+    assert read(tmp_path / "again.toml") == cluster
+    assert cluster.all_reduce(cluster.places).seconds(2**20) > 0
+
+
+def test_the_clusters_that_are_asked_for() -> None:
+    wanted = {"survey-10gbe", "survey-ib-rdma", "survey-ib-tcp", "gradientflow-512", "v100-nvlink-4"}
+    assert wanted | {"a100-200g", "h100-400g", "cloud-25gbe", "cloud-100gbe"} <= set(names())
+
+
+def measured(operation: str, ranks: tuple[int, ...], seconds: float) -> Measurement:
+    samples = tuple(
+        Sample(nbytes=nbytes, median_s=seconds + nbytes / 1e8, p10_s=1e-3, p90_s=1.0)
+        for nbytes in (2**12, 2**16, 2**20)
+    )
+    return Measurement(
+        operation=operation,
+        ranks=ranks,
+        samples=samples,
+        alpha_s=seconds,
+        beta_s_per_byte=1e-8,
+        residual=0.0,
+        rate_bits_s=8e8,
+    )
+
+
+def test_a_probe_is_a_cluster(tmp_path: Path) -> None:
+    network = Network(
+        backend="gloo",
+        hosts=("a", "b", "c"),
+        measurements=(measured("all_reduce", (0, 1, 2), 1e-3), measured("p2p", (0, 1), 1e-4)),
+    )
+    network.write(tmp_path / "network.json")
+    cluster = read(tmp_path / "network.json")
+    assert cluster.places == 3 and cluster.all_reduce(3).seconds(2**16) == pytest.approx(1e-3 + 2**16 / 1e8)
+    cluster.write_toml(tmp_path / "cluster.toml")
+    assert read(tmp_path / "cluster.toml") == cluster
+    with pytest.raises(UsageError, match="run gradientflow probe"):
+        Cluster.of_network(Network(backend="gloo", hosts=("a", "b")), "nothing")
+
+
+def test_a_probe_that_counted_processors(tmp_path: Path) -> None:
+    encoding = Encoding(codec="topk:sampled", byte_s=1e-9, tensor_s=1e-5)
+    carrying = Carrying(message_s=1e-4, byte_s=2e-9), Carrying(pattern="ring", message_s=1e-5, byte_s=1e-9)
+    counted = Processors(cores=2, ranks=3, carrying=carrying, gather_s_per_byte=3e-10, codecs=(encoding,))
+    all_reduce, ring = measured("all_reduce", (0, 1, 2), 1e-3), measured("all_reduce by ring", (0, 1, 2), 1e-4)
+    network = Network(backend="gloo", hosts=("a", "b", "c"), measurements=(all_reduce, ring), processors=counted)
+    network.write(tmp_path / "network.json")
+    cluster = read(tmp_path / "network.json")
+    assert cluster.processors.crowding == 1.5 and cluster.encoding("topk") == encoding
+    assert cluster.encoding("int8") is None
+    assert [cluster.carried_by(name) for name in ("ring", "tree")] == [carrying[1], carrying[0]]
+    by_ring = cluster.measured_by("ring", 3)
+    assert by_ring is not None and by_ring.seconds(2**16) < cluster.all_reduce(3).seconds(2**16)
+    cluster.write_toml(tmp_path / "cluster.toml")
+    assert read(tmp_path / "cluster.toml") == cluster
+    old = network.model_dump(mode="json", exclude={"processors"})
+    assert Cluster.of_network(Network.model_validate(old), "old").processors.crowding == 0
+
+
+HEAD = 'version = 1\nname = "x"\nhosts = 2\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (HEAD, "between"),
+        (HEAD + "[between]\nbits_per_s = 0", "greater than 0"),
+        (HEAD + '[between]\nprotocol = "carrier pigeon"\nbits_per_s = 1e9', "tcp, ib-rdma"),
+        (HEAD + "[between]\nbits_per_s = 1e9\ncolour = 1", "colour"),
+        (HEAD + "workers_per_host = 2\n[between]\nbits_per_s = 1e9", "inside"),
+        (HEAD + "[between", "TOML"),
+        ('version = 1\nname = "x"\nhosts = 0', "hosts"),
+    ],
+)
+def test_mistakes_are_one_line(text: str, words: str) -> None:
+    with pytest.raises(DocumentError, match=words) as caught:
+        parse(text, "mine.toml")
+    assert str(caught.value).startswith("mine.toml: ") and "\n" not in str(caught.value)
+
+
+def test_unknown_names_get_a_hint() -> None:
+    with pytest.raises(UsageError, match="did you mean survey-10gbe"):
+        read("survey-10gb")
+
+
+def test_nccl_picks_as_its_source_says() -> None:
+    """2.30 on one host of eight A100, and on four."""
+    model, mib = MODELS["2.30"], 2**20
+    alone, four = Job(1, 8, 240.0), Job(4, 8, 160.0)
+    assert [model.choose(size * mib, alone)[1:] for size in (1, 4, 25)] == [
+        ("ring", "ll"),
+        ("ring", "ll128"),
+        ("ring", "simple"),
+    ]
+    assert {model.choose(size * mib, four)[1:] for size in (1, 4, 25)} == {("tree", "ll128")}
+    largest = model.choose(256 * mib, four)
+    assert largest[1:] == ("ring", "simple") and largest.seconds == pytest.approx(3.6e-3, rel=0.02)
