@@ -1,0 +1,71 @@
+"""Plans worth trying: what each lossless recipe would do here, ranked by what an iteration should take.
+
+Predictions are made from the model's measured times and from what messages were measured to cost. They tell the good
+plans from the bad ones, not the best from the second best: what computing and communication take from each other's
+processors is in no table. So a few of them are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradientflow.cost.evaluate import evaluate
+from gradientflow.cost.table import Best, Cost, Paying
+from gradientflow.documents import Record
+from gradientflow.plan import NATIVE, Plan
+from gradientflow.profiles import Profile
+from gradientflow.recipe import DEFAULT, Recipe
+
+#: Schedules that are worth a look; each by the group's own all-reduce, by each pattern, and by what is quickest.
+SCHEDULES = ("lazy", "lazy:4MB", "merge", "flow")
+FOR_A_GATE = ("flow", "bytescheduler")
+#: Tried beside the default.
+MOST = 3
+
+
+class Candidate(Record):
+    recipe: str
+    plan: Plan
+    #: Seconds of an iteration.
+    predicted_s: float
+    #: Whether forward passes wait layer by layer.
+    gated: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.recipe} with the gate" if self.gated else self.recipe
+
+
+def candidates(
+    profile: Profile, num_lanes: int, cost: Best | Paying, *, gated: bool, whole: bool
+) -> tuple[Candidate, ...]:
+    """The default first, then those that should be quickest. Plans that are the same are there once. Where a codec pays
+    for some messages, they go by it in all of them."""
+    every = list(_all(profile, num_lanes, cost, gated=gated, whole=whole))
+    default = next(each for each in every if each.recipe == DEFAULT)
+    others: dict[str, Candidate] = {}
+    for each in sorted(every, key=lambda each: each.predicted_s):
+        others.setdefault(kind(each.plan), each)
+    others.pop(kind(default.plan), None)
+    return (default, *list(others.values())[:MOST])
+
+
+def _all(profile: Profile, num_lanes: int, cost: Best | Paying, *, gated: bool, whole: bool) -> Iterator[Candidate]:
+    exchanges: dict[str, Cost] = {"a2a": cost}
+    if isinstance(cost, Best):
+        exchanges = {"a2a": cost.ways[NATIVE]}
+        exchanges |= {name: way for name, way in cost.ways.items() if name != NATIVE}
+        if len(cost.ways) > 1:
+            exchanges["best"] = cost
+    for waits in (False, True) if gated else (False,):
+        for schedule in FOR_A_GATE if waits else SCHEDULES:
+            for exchange, priced in exchanges.items():
+                recipe = Recipe.parse(schedule if exchange == "a2a" else f"{schedule}-{exchange}")
+                plan = recipe.plan(profile, num_lanes, priced, gated=waits, whole=whole)
+                late = waits and not whole
+                found = evaluate(profile, plan, priced, gated=late, stages=plan.stages)
+                yield Candidate(recipe=str(recipe), plan=plan, predicted_s=found.iteration_s, gated=waits)
+
+
+def kind(plan: Plan) -> str:
+    """What is done, whoever suggested it."""
+    return plan.model_copy(update={"schedule": "", "why": ""}).digest

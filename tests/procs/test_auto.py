@@ -1,0 +1,169 @@
+"""`auto`: plans race in a running training, whose results stay stock DDP's through every switch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradientflow as gf
+from gradientflow.cost.table import Paying
+from gradientflow.tune import memory
+from gradientflow.tune.explain import Situation
+from helpers import run_ranks
+from models import build, loss_of
+
+STEPS = 62
+
+
+def train(
+    name: str, optimizer: str, dtype: torch.dtype, recipe: str, clip: bool
+) -> tuple[list[torch.Tensor], str, int]:
+    """Weights after every step, what was chosen, and how many plans have run."""
+    rank = dist.get_rank()
+    model = build(name, dtype, seed=0)
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    }
+    ours = kinds[optimizer](model.parameters())
+    flow = None if recipe == "ddp" else gf.attach(model, ours, recipe)
+    wrapped = DistributedDataParallel(model) if flow is None else model
+    found, plans = [], set()
+    for step in range(STEPS):
+        ours.zero_grad()
+        loss_of(wrapped, name, rank, step, dtype).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ours.step()
+        if flow is not None:
+            plans.add(flow.plan.digest)
+        found.append(torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()]))
+    chosen = "" if flow is None else flow.plan.explain()
+    if flow is not None:
+        flow.close()
+    return found, chosen, len(plans)
+
+
+@pytest.mark.parametrize(("world", "name", "optimizer", "clip"), [
+    (2, "cnn", "sgd", False), (2, "transformer", "adamw", True), (3, "mlp", "adamw", False),
+])  # fmt: skip
+def test_results_are_ddps_through_every_switch(world: int, name: str, optimizer: str, clip: bool) -> None:
+    dtype = torch.float32 if world == 2 else torch.float64
+    ours = run_ranks(world, train, name, optimizer, dtype, "auto", clip)
+    theirs = run_ranks(world, train, name, optimizer, dtype, "ddp", clip)
+    assert ours[0][2] >= 4, "several plans have run"
+    assert len({chosen for _, chosen, _ in ours}) == 1 and ours[0][1].startswith("auto chose ")
+    assert "predicted" in ours[0][1]
+    for (weights, _, _), (reference, _, _) in zip(ours, theirs, strict=True):
+        for step, (mine, other) in enumerate(zip(weights, reference, strict=True)):
+            if world == 2 and not clip:
+                assert torch.equal(mine, other), step
+            else:
+                torch.testing.assert_close(
+                    mine, other, rtol=1e-5 if world == 2 else 1e-10, atol=1e-6 if clip else 1e-10
+                )
+        assert torch.equal(weights[-1], ours[0][0][-1])
+
+
+class Recalled(NamedTuple):
+    weights: list[torch.Tensor]
+    situation: Situation
+    explained: str
+    settled_at: int
+    warnings: list[str]
+
+
+def train_with_memory(cache: Path, steps: int, tolerance: float) -> Recalled:
+    """On a cache directory, with a check that always or never holds: no test is to depend on seconds."""
+    os.environ |= {"XDG_CACHE_HOME": str(cache), "GRADIENTFLOW_CACHE": "on"}
+    memory.TOLERANCE = tolerance
+    heard = Heard()
+    logging.getLogger("gradientflow").addHandler(heard)
+    rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    weights, settled_at = [], 0
+    with gf.attach(model, optimizer, "auto") as flow:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, "mlp", rank, step, torch.float32).backward()
+            optimizer.step()
+            settled_at = settled_at or (step if flow._situation().notes.races else 0)
+            weights.append(torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()]))
+        return Recalled(weights, flow._situation(), flow.explain(), settled_at, heard.words)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.words: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "remembered" in record.getMessage():
+            self.words.append(record.getMessage())
+
+
+def test_what_has_won_is_recalled_and_checked(tmp_path: Path) -> None:
+    always, never = 1e12, 1.0
+    first = run_ranks(2, train_with_memory, tmp_path, STEPS, always)
+    [path] = (tmp_path / "gradientflow" / "auto").iterdir()
+    kept = memory.Remembered.read(path)
+    race = first[0].situation.notes.races[0]
+    assert race.why == "start" and kept.candidate.recipe == race.winner.recipe
+    assert "over" in first[0].explained and "lost" in first[0].explained and "twice the bandwidth" in first[0].explained
+
+    again = run_ranks(2, train_with_memory, tmp_path, 8, always)
+    assert [one.settled_at for one in again] == [5, 5] and again[0].situation.notes.races[0].why == "remembered"
+    assert again[1].situation.plan.messages == kept.candidate.plan.messages
+    assert "remembered from an earlier run" in again[0].explained
+
+    changed = run_ranks(2, train_with_memory, tmp_path, 16, never)
+    assert not changed[0].settled_at and changed[0].situation.notes.doing.startswith("racing lazy")
+
+    path.write_text(path.read_text().replace('"stop": ', '"stop": -'))
+    hostile = run_ranks(2, train_with_memory, tmp_path, 6, always)
+    assert not hostile[0].settled_at and len(hostile[0].warnings) == 1 and not hostile[1].warnings
+    for ours in (again, changed, hostile):  # through whatever switches, and whatever is in a file
+        for mine, reference in zip(ours, first, strict=True):
+            assert all(map(torch.equal, mine.weights, reference.weights))
+
+
+def train_lossy(margin: float) -> tuple[torch.Tensor, list[bool], int, str]:
+    """With a codec that pays always, or never. Returns weights, which messages go as they are, how often the guard
+    looked, and what was said."""
+    Paying.MARGIN = margin
+    rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with gf.attach(model, optimizer, "auto", allow="lossy") as flow:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, "mlp", rank, step, torch.float32).backward()
+            optimizer.step()
+        dense = [message.dense for message in flow.plan.messages]
+        weights = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+        return weights, dense, len(flow.trace().of_kind("guard")), flow.explain()
+
+
+@pytest.mark.parametrize("margin", [-1e9, 1.0], ids=["pays", "does not"])
+def test_lossy_recipes_are_under_the_guard_and_only_where_they_pay(margin: float) -> None:
+    (mine, dense, num_looks, words), (others, *_) = run_ranks(2, train_lossy, margin)
+    assert torch.equal(mine, others) and torch.isfinite(mine).all()
+    assert set(dense) == {margin > 0} and num_looks and "auto+topk:1%:sampled:guard=2%" in words
+    if margin > 0:
+        weights, *_ = run_ranks(2, train, "mlp", "sgd", torch.float32, "ddp", False)[0]
+        torch.testing.assert_close(mine, weights[-1], rtol=1e-4, atol=1e-6)
+
+
+def test_lossy_is_for_auto() -> None:
+    model = build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(gf.UsageError, match='is for "auto"'):
+        gf.attach(model, optimizer, "lazy", allow="lossy")
+    with pytest.raises(gf.UsageError, match="one of lossless, lossy"):
+        gf.attach(model, optimizer, "auto", allow="all")

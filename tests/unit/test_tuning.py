@@ -1,0 +1,160 @@
+"""`auto` by itself, on a clock that a test moves: a thousand steps, what trials cost in them, and what is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradientflow.cost.table import Best, Line
+from gradientflow.plan import NATIVE, Plan
+from gradientflow.profiles import Profile, TensorProfile
+from gradientflow.runtime.tuning import ANEW, BACK, NONE, PATIENCE, Tuning
+from gradientflow.trace import Recorder
+from gradientflow.tune.notes import Notes
+from gradientflow.tune.trials import SHARE, WINDOW, longest
+
+#: Few tensors: plans of them are made quickly, and differ.
+PROFILE = Profile(tensors=tuple(
+    TensorProfile(name=f"{number}", shape=(2**16 * (1 + number),), forward_order=9 - number, forward_s=2e-3,
+                  backward_s=4e-3)
+    for number in range(10)
+))  # fmt: skip
+COST = Best({
+    NATIVE: Line(alpha_s=3e-3, beta_s_per_byte=1e-8), "ring": Line(alpha_s=1e-3, beta_s_per_byte=1e-8)
+})  # fmt: skip
+#: Steps before the race, of a second each.
+BEFORE = 3
+
+#: Seconds of a step, given the plan that it is by and its number.
+Took = Callable[[Plan, int], float]
+
+
+class Job:
+    """One rank, which is all ranks."""
+
+    def __init__(self, took: Took, priced_s: float = 1.0) -> None:
+        self.now_s, self.step, self.written = 0.0, 0, list[Notes]()
+        recorder = Recorder(clock=lambda: self.now_s)
+        self.recorder = recorder
+        self.tuning = Tuning(recorder, note=self.written.append)
+        control = SimpleNamespace(gather=lambda text, why: [text], from_rank=lambda rank, text, why: text)
+        self.exchange: Any = SimpleNamespace(
+            rank=0, world=1, num_lanes=2, backend="gloo", patterns=("ring",), control=control
+        )
+        self._took, self._priced_s = took, priced_s
+        self._began_s = 0.0
+        self.num_races = 0
+        self.spent_s = self.raced_s = 0.0
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._begin()
+            plan = self.tuning.plan_at(self.step) if self.tuning.is_on else None
+            took_s = self._took(plan, self.step) if plan else 1.0
+            self.now_s += took_s
+            self.spent_s += took_s
+            self.step += 1
+            if self.tuning.is_on and self.tuning.wish(self.step) and self.tuning.heed(self.exchange, self.step):
+                self._race()
+
+    def _begin(self) -> None:
+        if self.tuning.is_on:
+            assert not self.tuning.step_began(self.exchange, self.step, self._began_s, self.now_s)
+        elif self.step == BEFORE:
+            self._race()
+        self._began_s = self.now_s
+
+    def _race(self) -> None:
+        self.now_s += self._priced_s
+        self.spent_s += self._priced_s
+        self.num_races += 1
+        self.tuning.begin(
+            self.exchange, 0, PROFILE, COST, self.step, self._priced_s, gated=False, whole=False
+        )  # fmt: skip
+
+
+def by_schedule(**seconds: float) -> Took:
+    return lambda plan, step: next((s for name, s in seconds.items() if plan.schedule.startswith(name)), 2.0)
+
+
+def test_a_thousand_steps_lose_at_most_two_in_a_hundred() -> None:
+    """Timing messages takes two steps, others take up to half as long again."""
+    job = Job(by_schedule(lazy=1.4, merge=1.0, flow=1.5), priced_s=2.0)
+    job.run(1000)
+    notes = job.tuning.notes
+    assert notes.races[-1].winner.recipe.startswith("merge") and job.num_races == 1
+    ideal_s = 1000 * 1.0
+    assert job.spent_s / ideal_s - 1 <= SHARE
+    assert notes.lost_s == pytest.approx(job.spent_s - ideal_s, abs=0.5), "what is reported is what was lost"
+    assert notes.races[0].end <= BEFORE + longest(4) <= 60
+
+
+def test_hopeless_candidates_do_not_cost_more_than_a_round() -> None:
+    job = Job(by_schedule(lazy=1.0, merge=5.0, flow=5.0), priced_s=1.0)
+    job.run(1000)
+    assert job.tuning.notes.races[-1].winner.recipe == "lazy"
+    first_round = sum(plan_s - 1 for plan_s in (5.0, 5.0, 5.0)) * 3 + 1.0
+    assert job.tuning.notes.lost_s <= first_round + 0.1
+
+
+def test_a_winner_that_does_not_keep_its_promise_is_undone() -> None:
+    won_at: list[int] = []
+
+    def took(plan: Plan, step: int) -> float:
+        if plan.schedule.startswith("merge"):
+            return 0.9 if not won_at else 1.2
+        return 1.0 if plan.schedule.startswith("lazy") else 2.0
+
+    job = Job(took)
+    while not job.tuning.notes.races:
+        job.run(1)
+    won_at.append(job.step)
+    assert job.tuning.notes.races[-1].winner.recipe.startswith("merge")
+    job.run(WINDOW + 1)
+    [race] = job.tuning.notes.races
+    assert race.undone and race.winner.recipe.startswith("lazy") and job.num_races == 1
+    plan = job.tuning.plan_at(job.step)
+    assert plan.schedule.startswith("lazy") and "given up" in plan.why and job.tuning.wish(job.step) == NONE
+    job.run(3 * WINDOW)
+    assert job.tuning.plan_at(job.step) == plan, "and stays so"
+
+
+def test_drift_is_answered_and_what_runs_is_the_one_to_beat() -> None:
+    slow_from = 400
+
+    def took(plan: Plan, step: int) -> float:
+        quick, slow = {"lazy": (1.2, 3.0), "merge": (1.0, 2.5)}.get(plan.schedule.split("-")[0], (1.3, 1.5))
+        return quick if step < slow_from else slow
+
+    job = Job(took)
+    job.run(slow_from)
+    assert job.tuning.notes.races[-1].winner.recipe.startswith("merge") and job.num_races == 1
+    job.run(50)
+    assert job.num_races == 2
+    race = job.tuning.notes.races[-1]
+    assert race.why == "drift" and race.tried[0].recipe.startswith("merge"), "hysteresis: it has to be beaten"
+    assert not race.winner.recipe.startswith("merge") and race.end - slow_from <= 50
+    assert job.tuning.notes.lost_s <= SHARE * max(job.now_s, 1000 * 1.5) + 10
+
+
+def test_nobody_races_all_the_time() -> None:
+    """Steps that change for good every ten times the window: patience doubles."""
+    job = Job(lambda plan, step: 1.0 if step // 120 % 2 else 3.0, priced_s=0.5)
+    job.run(1500)
+    assert 2 <= job.num_races <= 5 and PATIENCE == 100
+
+
+def test_wishes_are_words() -> None:
+    assert len({ANEW, BACK, NONE}) == 3 and not NONE
+
+
+def test_what_auto_does_is_noted_as_it_goes() -> None:
+    job = Job(by_schedule(lazy=1.0, merge=0.8, flow=0.9))
+    job.run(100)
+    assert job.written[0].doing.startswith("racing lazy") and not job.written[-1].doing and job.written[-1].races
+    kinds = [span.kind for span in job.recorder.trace(0).spans]
+    [race] = job.tuning.notes.races
+    assert kinds.count("trial") == race.end - race.first and kinds.count("tuned") == 1
