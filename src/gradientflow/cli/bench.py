@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradientflow.cli.console import megabytes, milliseconds
-from gradientflow.cli.given import check_compute, check_scale, read_rate
+from gradientflow.cli.given import STRAGGLER_HELP, check_compute, check_scale, read_rates
 from gradientflow.cli.launch import stoppable
 from gradientflow.errors import UsageError
 
@@ -30,6 +30,7 @@ DEFAULT_METHODS = "ddp,ddp-best,lazy,wfbp,bsp,lazy+bf16"
 DEFAULT_RATE = "1Gbit"
 DEFAULT_COMPUTE_S = 1.0
 HOSTS = range(2, 65)
+MOST_SERVERS = 64
 #: Between two lines of progress where there is no terminal.
 PROGRESS_S = 10.0
 
@@ -37,9 +38,14 @@ PROGRESS_S = 10.0
 def bench(
     workload: Annotated[str, typer.Option(help="A model's name, such as resnet-50, or a profile.json.")],
     hosts: Annotated[int, typer.Option(help="Hosts of the lab. Under torchrun its world is used and no lab.")] = 4,
+    servers: Annotated[
+        int | None, typer.Option(help="Hosts with a parameter server each, for -ps:K. Default: as methods say.")
+    ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(help=f"Of each host's link: 100Mbit, 1Gbit, unshaped. Default: {DEFAULT_RATE} in a lab."),
+        typer.Option(
+            help=f"Of links: 100Mbit, unshaped; 1Gbit,2:50Mbit: host 2's differs. Default: {DEFAULT_RATE} in a lab."
+        ),
     ] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated: ddp, ddp-best, ..., or recipes.")] = DEFAULT_METHODS,
     ablation: Annotated[
@@ -56,7 +62,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="The same, from a GPU's published speed: 2080ti, v100.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of one worker in an iteration.")] = None,
     scale: Annotated[float, typer.Option(help="Shrink the model, its distribution of sizes kept.")] = 1.0,
-    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, its computing takes longer.")] = None,
+    straggler: Annotated[list[str] | None, typer.Option(help=STRAGGLER_HELP)] = None,
     jitter: Annotated[float, typer.Option(help="Computing varies from iteration to iteration, by this share.")] = 0.0,
     clip: Annotated[float | None, typer.Option(help="Clip gradients to this norm before each step.")] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="No lab: this machine's loopback.")] = False,
@@ -64,6 +70,7 @@ def bench(
 ) -> None:
     """Measure methods of exchanging gradients, interleaved in one run, against stock DDP and against the limit."""
     from gradientflow.bench.ablation import gains
+    from gradientflow.bench.methods import patterns_of
     from gradientflow.bench.results import Conditions
     from gradientflow.bench.worker import MIN_ROUNDS, MOST_COMPUTE_S, Specification
     from gradientflow.documents import check_writable
@@ -80,18 +87,23 @@ def bench(
     world = int(os.environ["WORLD_SIZE"]) if in_a_world else hosts
     if world not in HOSTS:
         raise UsageError(f"{world} workers: give --hosts, or torchrun, {HOSTS[0]} to {HOSTS[-1]}")
-    bits_per_s = read_rate(rate or ("unshaped" if in_a_world or loopback else DEFAULT_RATE))
+    usual, rates = read_rates(rate or ("unshaped" if in_a_world or loopback else DEFAULT_RATE), world)
+    # All bytes go through every port, as rings and trees have it, so the slowest one is what a bound is about.
+    bits_per_s = min((each for each in [rates.get(n, usual) for n in range(world)] if each is not None), default=None)
     if loopback and bits_per_s is not None:
         raise UsageError("--loopback has no --rate: leave one of them out")
+    if not (loopback or in_a_world) and any(name.startswith("horovod") for name in names):
+        raise UsageError("horovod fails to connect between hosts of a lab: give --loopback, or start it with torchrun")
     if not 0.0 <= jitter <= Jitter.MOST:
         raise UsageError(f"--jitter {jitter:g}: give a share from 0 to {Jitter.MOST}")
     if clip is not None and not 0.0 < clip < float("inf"):
         raise UsageError(f"--clip {clip:g}: give a norm above 0")
     if out is not None:
         check_writable(out)
+    num_servers = _num_servers(names, servers, in_a_world)
     profile = _profile(workload, world, bits_per_s, compute, compute_ratio, device, batch, scale)
-    slowdown = _slowdown(straggler or [], world)
-    longest_s = max(slowdown.values(), default=1.0) * (profile.forward_s + profile.backward_s)
+    conditions = Conditions.parse(straggler or [], world).model_copy(update={"jitter": jitter, "clip_norm": clip})
+    longest_s = conditions.most * (profile.forward_s + profile.backward_s)
     if longest_s > MOST_COMPUTE_S:
         raise UsageError(f"an iteration would compute for {longest_s:.3g} s: make it {MOST_COMPUTE_S:g} s at most")
     spec = Specification(
@@ -105,7 +117,8 @@ def bench(
         max_rounds=max_rounds,
         precision=precision,
         batch=batch or (1 if workload.endswith(".json") else usual_batch(workload)),
-        conditions=Conditions(slowdown=slowdown, jitter=jitter, clip_norm=clip),
+        conditions=conditions,
+        patterns=patterns_of(names),
         findings="",
     )
     from gradientflow.bench.arena import arena
@@ -119,7 +132,8 @@ def bench(
         results = found
     else:
         check_memory(profile, len(names), world)
-        with stoppable(), arena(world, bits_per_s, shaped=not loopback) as place, progress_bar() as follow:
+        there = arena(world, usual, rates, shaped=not loopback, num_servers=num_servers)
+        with stoppable(), there as place, progress_bar() as follow:
             results = run_at(place, spec, follow)
     _show(results, gains(results, parts))
     if out is not None:
@@ -138,6 +152,22 @@ def check_methods(text: str) -> tuple[str, ...]:
         if name != "ddp-best":  # found by a pilot
             method(name)
     return numbered(name for name in names if name != "compute")  # which is always there
+
+
+def _num_servers(names: tuple[str, ...], given: int | None, in_a_world: bool) -> int:
+    """Hosts for servers: as many as some method has."""
+    from gradientflow.bench.methods import NAMES, without_number
+    from gradientflow.recipe import Recipe
+
+    recipes = [Recipe.parse(text) for text in map(without_number, names) if text not in NAMES]
+    asked = max((recipe.num_servers for recipe in recipes), default=0)
+    if given is not None and in_a_world:
+        raise UsageError("--servers is for a lab: on a cluster, start them with `gradientflow server`")
+    if given is not None and not asked <= given <= MOST_SERVERS:
+        raise UsageError(f"--servers {given}: methods ask for {asked}, and {MOST_SERVERS} is the most")
+    if asked > MOST_SERVERS:
+        raise UsageError(f"a method asks for {asked} servers, and {MOST_SERVERS} is the most of a lab")
+    return asked if given is None else given
 
 
 def _parts(recipe: str, methods: str) -> tuple[Stage, ...]:
@@ -193,19 +223,6 @@ def _profile(
     )
     check_replayable(profile)
     return profile
-
-
-def _slowdown(given: list[str], world: int) -> dict[int, float]:
-    found = {}
-    for text in given:
-        rank, _, factor = text.partition(":")
-        try:
-            found[int(rank)] = float(factor)
-        except ValueError:
-            raise UsageError(f"--straggler {text}: write RANK:FACTOR, such as 2:1.5") from None
-        if not (0 <= int(rank) < world and 1 <= float(factor) < float("inf")):
-            raise UsageError(f"--straggler {text}: ranks are 0 to {world - 1}, factors 1 or more")
-    return found
 
 
 @contextlib.contextmanager

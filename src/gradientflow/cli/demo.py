@@ -58,6 +58,8 @@ def demo(
     from gradientflow.rundir import RunDirectory
 
     chosen, bits_per_s = read_recipe(recipe), read_rate(rate)
+    if chosen.pinned is not None:
+        raise UsageError(f"{recipe} pins a plan, and the demo trains models of its own: give --recipe '{chosen}'")
     environment = _environment(chosen)
     spec = Specification(
         workload=workload,

@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING
 
 from gradientflow.errors import UsageError
 
+STRAGGLER_HELP = "Who computes longer: RANK:FACTOR, turn:FACTOR:ITERATIONS or random:FACTOR:SHARE."
+
 if TYPE_CHECKING:
     from gradientflow.recipe import Recipe
 
 
 def read_recipe(text: str) -> Recipe:
     """A checked recipe, from its text or from the name of its file."""
-    from gradientflow.errors import RecipeError
-    from gradientflow.recipe import Recipe, as_recipe
+    from gradientflow.recipe import as_recipe
 
-    if not text.endswith(".toml"):
-        return as_recipe(text)
-    try:
-        return Recipe.read(text).check()
-    except RecipeError as error:
-        raise RecipeError(f"{text}: {error}") from None
+    return as_recipe(text)
 
 
 def read_rate(text: str) -> float | None:
@@ -35,6 +31,20 @@ def read_rate(text: str) -> float | None:
         return parse_rate(text, LEAST_RATE)
     except UsageError as error:
         raise UsageError(f"--{error}") from None  # which begins with the word rate
+
+
+def read_rates(text: str, num_hosts: int) -> tuple[float | None, dict[int, float | None]]:
+    """Of --rate where hosts may differ, such as 1Gbit,2:50Mbit: that of all of them, and of single ones."""
+    usual, *others = text.split(",")
+    found: dict[int, float | None] = {}
+    for other in others:
+        number, colon, rate = other.partition(":")
+        if not (colon and number.isascii() and number.isdigit()):
+            raise UsageError(f"--rate {text}: write RATE,HOST:RATE,..., such as 1Gbit,2:50Mbit")
+        if int(number) not in range(num_hosts) or int(number) in found:
+            raise UsageError(f"--rate {text}: hosts are 0 to {num_hosts - 1}, and each has one rate")
+        found[int(number)] = read_rate(rate)
+    return read_rate(usual), found
 
 
 def check_compute(seconds: float) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradientflow.cli.console import complain, milliseconds
+from gradientflow.cli.elastic import python, run_elastic, where
 from gradientflow.cli.given import fresh_directory, read_recipe, timestamp
 from gradientflow.cli.launch import launch
 from gradientflow.errors import TrainingError, UsageError
@@ -43,7 +44,15 @@ def run(
     rdzv_endpoint: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where nodes meet; the same on all of them.")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="How often torchrun starts the workers anew after a failure.")] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often workers are started anew after a failure: all of them, or each (--elastic).")
+    ] = 0,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Workers come and go: who dies is replaced, the others go on.")
+    ] = False,
+    job: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="With --elastic: join the job whose store is there.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory. Default: runs/DATE-TIME-RECIPE.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout; the script's output goes to stderr.")
@@ -54,8 +63,12 @@ def run(
     if "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ:
         raise UsageError(f"under mpirun each process is a worker already: mpirun ... python {script}")
     torchrun = [*_nodes(nnodes, node_rank, rdzv_endpoint), *_processes(workers, max_restarts)]
+    if job is not None and not elastic:
+        raise UsageError("--job is for workers that come and go: give --elastic too, or --rdzv-endpoint instead")
+    if elastic and (nnodes != "1" or rdzv_endpoint):
+        raise UsageError("--elastic runs on one host at a time: on others give --job HOST:PORT, the store's")
     from gradientflow.rundir import RunDirectory
-    from gradientflow.runtime.settings import RECIPE_ENV, RUN_ENV, SWITCH_ENV, Settings
+    from gradientflow.runtime.settings import RECIPE_ENV, RUN_ENV, Settings
 
     settings = Settings.from_environment()
     if recipe is None and settings.recipe:
@@ -67,17 +80,33 @@ def run(
         )
     directory = RunDirectory(fresh_directory(out or settings.run_directory, _run_name(chosen)))
 
-    told = {RUN_ENV: str(directory.path)} | ({RECIPE_ENV: str(chosen)} if chosen else {})
+    told = {RUN_ENV: str(directory.path)} | ({RECIPE_ENV: _told(recipe, chosen)} if recipe and chosen else {})
+    if max_restarts:
+        # Else torchrun keeps one store through restarts, and Gloo meets the addresses of the dead in it (torch 2.13).
+        told["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    stdout = sys.stderr if as_json else None
+    if elastic:
+        command = python(script, arguments or [])
+        run_elastic(command, chosen, workers or 1, where(job), max_restarts, os.environ | told, stdout)
+        _finish(directory, script, settings.on, as_json=as_json)
+        return
     failure = launch(
         # Without the "--", torchrun would try its own abbreviations on the script's options.
         [*torchrun, "--", str(script), *(arguments or [])],
         os.environ | told,
-        stdout=sys.stderr if as_json else None,
+        stdout=stdout,
     )
     if failure:
         raise TrainingError(f"{script} failed: {failure}; its output is above")
+    _finish(directory, script, settings.on, as_json=as_json)
+
+
+def _finish(directory: RunDirectory, script: Path, is_on: bool, *, as_json: bool) -> None:
+    """Say what the run was like."""
+    from gradientflow.runtime.settings import SWITCH_ENV
+
     summary = _summarize(directory)
-    if not settings.on:
+    if not is_on:
         complain(f"{SWITCH_ENV}=off: no run directory was written")
     elif not summary.attached:
         raise TrainingError(f"{script} ended well but never called gradientflow.attach: there is nothing to report")
@@ -123,6 +152,11 @@ def _nodes(nnodes: str, node_rank: int | None, endpoint: str | None) -> list[str
     if ":" in nnodes or not 0 <= node_rank < int(nnodes):
         raise UsageError(f"--node-rank {node_rank} is no place among --nnodes {nnodes}: they count from 0")
     return [*meeting, "--rdzv-backend=static", f"--node-rank={node_rank}"]
+
+
+def _told(given: str, recipe: Recipe) -> str:
+    """What workers are told: a plan that is pinned is in the file alone."""
+    return str(recipe) if recipe.pinned is None else str(Path(given).absolute())
 
 
 def _run_name(recipe: Recipe | None) -> str:

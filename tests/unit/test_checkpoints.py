@@ -1,0 +1,97 @@
+"""`save` and `load` of one process: what is kept, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradientflow as gf
+from gradientflow.errors import DocumentError, UsageError
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    path = gf.save(tmp_path / "runs" / "one", model=model, optimizer=optimizer, step=3, losses=[0.5, 0.25])
+    random_numbers = torch.rand(3)
+    assert path == tmp_path / "runs" / "one" / "1"
+    found = gf.load(tmp_path / "runs" / "one")
+    assert (found["step"], found["losses"]) == (3, [0.5, 0.25])
+    assert torch.equal(found["model"]["weight"], model.weight)
+    torch.set_rng_state(found["random"])
+    assert torch.equal(torch.rand(3), random_numbers)
+    other = torch.optim.AdamW(nn.Linear(3, 2).parameters())
+    other.load_state_dict(found["optimizer"])
+
+
+def test_there_may_be_none_yet(tmp_path: Path) -> None:
+    assert gf.load(tmp_path / "nowhere") == {}
+    with pytest.raises(DocumentError, match="no checkpoint 4; there are none"):
+        gf.load(tmp_path, 4)
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in range(12):
+        gf.save(tmp_path, step=step, keep=3)
+    assert sorted(os.listdir(tmp_path)) == ["10", "11", "12", "notes.txt"]
+    assert gf.load(tmp_path)["step"] == 11 and gf.load(tmp_path, 10)["step"] == 9
+    with pytest.raises(UsageError, match="keep=0"):
+        gf.save(tmp_path, keep=0)
+
+
+def test_what_cannot_be_loaded_as_data_is_not_saved(tmp_path: Path) -> None:
+    gf.save(tmp_path, step=1)
+    with pytest.raises(gf.UserError, match=r"containers of these, found .*Path") as caught:
+        gf.save(tmp_path, step=2, path=tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="'random' is a name of the checkpoint's own"):
+        gf.save(tmp_path, random=1)
+    assert os.listdir(tmp_path) == ["1"] and gf.load(tmp_path)["step"] == 1
+
+
+def spoil(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "torn":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "damaged":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize(("how", "words"), [
+    ("torn", "common.pt: torn: it has"), ("damaged", "common.pt: damaged"), ("missing", "common.pt: No such file"),
+])  # fmt: skip
+def test_a_spoilt_file_is_named(tmp_path: Path, how: str, words: str) -> None:
+    gf.save(tmp_path, step=1)
+    gf.save(tmp_path, step=2)
+    spoil(tmp_path / "2" / "common.pt", how)
+    with pytest.raises(DocumentError, match=words) as caught:
+        gf.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert gf.load(tmp_path, 1)["step"] == 1
+
+
+def test_what_is_no_directory_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for call in (lambda: gf.save(tmp_path / "file", step=1), lambda: gf.load(tmp_path / "file")):
+        with pytest.raises(DocumentError, match="file"):
+            call()
+
+
+def test_archives_are_not_unpacked(tmp_path: Path) -> None:
+    from gradientflow.runtime.checkpoints import read_states
+
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 50_000_000)
+    with pytest.raises(DocumentError, match=r"bomb\.pt: is packed"):
+        read_states(tmp_path / "bomb.pt")
