@@ -3,17 +3,26 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+# Libraries that gradientflow works with, beside it and not among what it is developed with.
+BESIDE := .venv-integrations
 
-.PHONY: run test test-fast check format install bench clean
+.PHONY: run test test-fast test-integrations docs check format install bench chaos clean
 
 run: $(READY)
 	$(BIN)/gradientflow demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/integrations -m "not slow"
+
+# Lightning, Accelerate, transformers, Ray, clusters, the GPT example, the wheel and the site.
+test-integrations: $(BESIDE)/.installed
+	$(BESIDE)/bin/python -m pytest -n 2 --dist loadfile tests/integrations
+
+docs: $(BESIDE)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BESIDE)/bin/mkdocs build --strict
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -27,6 +36,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 
+# Faults on purpose: about half an hour, FULL=1 five times as many. SEED=1 draws others.
+chaos: $(READY)
+	$(BIN)/python benchmarks/chaos.py --times $(if $(FULL),full,usual) --seed $(or $(SEED),0) --out chaos.json
+
 install: $(READY)
 
 # The constraints file is not optional: without it pip may fetch another torch, gigabytes of it.
@@ -35,5 +48,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
+$(BESIDE)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BESIDE)
+	$(BESIDE)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,integrations,docs]'
+	touch $(BESIDE)/.installed
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(BESIDE) site .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -63,6 +63,12 @@ def run_ranks(
                     process.join()
 
 
+def kept(state: dict[str, Any]) -> Any:
+    """Of a flow's state, what its rank keeps for itself."""
+    (found,) = state["ranks"].values()
+    return found
+
+
 class Script:
     """A Python script in a process and session of its own. It is forked with torch loaded, which saves seconds, and
     ends as any interpreter does: exit handlers, threads, modules."""

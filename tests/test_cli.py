@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,9 +86,15 @@ def assert_refused(result: subprocess.CompletedProcess[str], words: str) -> None
 def test_help_lists_the_commands_without_torch(tmp_path: Path) -> None:
     result = gradientflow("--help", cwd=tmp_path)
     assert result.returncode == 0
-    assert "run" in result.stdout and "demo" in result.stdout
+    story = ["doctor", "demo", "run", "report", "probe", "profile", "bench", "simulate", "server"]
+    assert re.findall(rf"^│ ({'|'.join(story)}) ", result.stdout, re.MULTILINE) == story
     loaded = "import sys, gradientflow.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], cwd=tmp_path).returncode == 0
+
+
+def test_a_shell_can_complete_what_is_typed(tmp_path: Path) -> None:
+    typed = {"COMP_WORDS": "gradientflow be", "COMP_CWORD": "1", "_GRADIENTFLOW_COMPLETE": "complete_bash"}
+    assert gradientflow(cwd=tmp_path, **typed).stdout.split() == ["bench"]
 
 
 def test_version(tmp_path: Path) -> None:
@@ -288,6 +295,43 @@ def test_demo_trains_and_replays(tmp_path: Path) -> None:
     assert [row["method"] for row in replayed["results"]] == ["compute", "ddp", "lazy", "lazy+bf16", "flow"]
     assert RunDirectory(tmp_path / "out").traced_ranks() == [0, 1]
     assert "plotly" in (tmp_path / "out" / "report.html").read_text()
+
+
+# - Servers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "which job? give --job HOST:PORT"),
+        (["--job", "here"], "write HOST:PORT"),
+        (["--job", "127.0.0.1:1", "--slot", "-1"], "slots count from 0"),
+        (["--job", "127.0.0.1:1", "--keys", "keys", "--plain"], "leave one of them out"),
+        (["--job", "127.0.0.1:1", "--keys", "keys"], "make keys with `gradientflow keys DIRECTORY`"),
+        (["--job", "127.0.0.1:1", "--address", "192.0.2.1"], "cannot listen at 192.0.2.1"),
+        (["--job", "127.0.0.1:1", "--memory", "much"], "cannot read size 'much'"),
+        (["--job", "127.0.0.1:1", "--wait", "0"], "give seconds above 0"),
+    ],
+)
+def test_servers_refuse_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert_refused(gradientflow_here("server", *arguments, monkeypatch=monkeypatch, capfd=capfd), words)
+
+
+def test_keys_are_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = gradientflow_here("keys", "keys", monkeypatch=monkeypatch, capfd=capfd)
+    assert made.returncode == 0 and "GRADIENTFLOW_KEYS=keys" in made.stdout
+    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["server.key", "worker.key"]
+    assert_refused(gradientflow_here("keys", "keys", monkeypatch=monkeypatch, capfd=capfd), "is there already")
 
 
 # - Profile

@@ -18,19 +18,23 @@ SOURCE = Path(gradientflow.__file__).parent
 FLOORS = (
     {"__main__"},
     {"cli"},
+    {"doctor"},
     {"bench"},
     {"integrations"},
     {"runtime"},
+    {"tune"},
+    {"sim"},
     {"lab", "probe"},
-    {"rundir"},
+    {"rundir", "account"},
     {"recipe"},
     {"exchange"},
     {"schedule"},
     {"cost", "compress"},
     {"patterns", "plan", "sync", "trace"},
-    {"profiles", "network"},
+    {"profiles", "network", "outer"},
     {"documents"},
-    {"errors"},
+    {"saved"},
+    {"errors", "processes"},
 )
 
 
@@ -60,6 +64,14 @@ def test_imports_point_down(path: Path) -> None:
         if module.startswith("gradientflow."):
             there = module.split(".")[1]
             assert there == here or floor[there] > floor[here], f"{here} imports {there}, which is not below it"
+
+
+def test_the_runtime_and_the_simulator_do_not_know_each_other() -> None:
+    """They agree through plans, synchronisation, codecs' traffic and traces alone."""
+    for path in FILES:
+        if room_of(path) in {"runtime", "exchange", "integrations"}:
+            assert not [module for module in imports(path) if module.startswith("gradientflow.sim")]
+    assert not [path for path in FILES if room_of(path) == "sim" and "gradientflow.runtime" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

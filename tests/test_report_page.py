@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 
+from gradientflow.account import waits
 from gradientflow.bench.learning import Comparison, Evaluation, Learning, Training, differences, reaches
 from gradientflow.bench.report import write_learning_report, write_report, write_run_report
 from gradientflow.bench.report.bakeoff_page import CPU_BOUND, PAGE_SPANS
-from gradientflow.bench.report.steps import RankSteps, median_step, slowest_step, waits
+from gradientflow.bench.report.steps import RankSteps, median_step, slowest_step
 from gradientflow.bench.report.timeline import Group, timeline
 from gradientflow.bench.results import Machine, Ratio, Result, Results, Spread, Timeline
 from gradientflow.cli import main

@@ -52,6 +52,10 @@ pytestmark = pytest.mark.timeout(300)
         (["--workload", "resnet-50", "--compute-ratio", "1e9"], "60 s at most"),
         (["--workload", "resnet-50", "--compute", "1", "--straggler", "1:100"], "60 s at most"),
         (["--workload", "resnet-50", "--scale", "0"], "--scale 0"),
+        (["--workload", "resnet-50", "--rate", "1Gbit,50Mbit"], "--rate 1Gbit,50Mbit: write RATE,HOST:RATE"),
+        (["--workload", "resnet-50", "--rate", "1Gbit,4:50Mbit"], "hosts are 0 to 3"),
+        (["--workload", "resnet-50", "--rate", "1Gbit,1:slow"], "'slow'"),
+        (["--workload", "resnet-50", "--loopback", "--rate", "unshaped,1:1Gbit"], "leave one of them out"),
         (["--workload", "resnet-50", "--rate", "1kbit"], "--rate 1000 bit/s: expected 1Mbit to 1000Gbit"),
         (["--workload", "some.json", "--device", "v100"], "leave --device out"),
         (["--workload", "resnet-50", "--methods", ","], "--methods is empty"),
@@ -151,6 +155,12 @@ def _possible() -> None:
             pytest.skip(place.notes[0])
 
 
+def test_hosts_of_a_lab_may_have_rates_of_their_own() -> None:
+    _possible()
+    with arena(2, None, {1: 50e6}) as place:
+        assert (place.words, place.rate) == ("lab, unshaped a port, host 1 50Mbit", 50e6)
+
+
 def _spec(*methods: str) -> Specification:
     return Specification(
         workload="resnet-50",
@@ -172,12 +182,12 @@ def _spec(*methods: str) -> Specification:
 def test_methods_side_by_side_on_links_of_a_known_rate(tmp_path: Path) -> None:
     _possible()
     spec, said = (
-        _spec("ddp", "ddp-best", "ddp-bf16", "ddp-powersgd", "lazy", "flow", "bsp+bf16"),
+        _spec("ddp", "ddp-best", "ddp-powersgd", "wfbp-ps:1", "flow", "bsp+bf16"),
         [],
     )
-    with Lab(2, RATE) as lab:
+    with Lab(3, RATE) as lab:
         # Not through `arena`, which would measure first what a busy machine carries.
-        results = run_at(LabArena(lab, RATE), spec, said.append)
+        results = run_at(LabArena(lab, RATE, num_servers=1), spec, said.append)
     assert [row.method for row in results.results] == ["compute", *spec.methods] and not results.notes
     assert [line.done for line in said if "round" in line.words] == list(range(1, MIN_ROUNDS + 1))
     rows = {row.method: row for row in results.results}
@@ -219,6 +229,7 @@ def test_the_command_on_the_loopback(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     arguments = ["--workload", "alexnet", "--scale", "0.002", "--compute", "0.02", "--hosts", "2", "--loopback"]
     arguments += ["--methods", "ddp,lazy", "--iterations", "3", "--max-rounds", "9", "--straggler", "1:3"]
+    arguments += ["--straggler", "turn:2:2"]
     arguments += ["--jitter", "0.1", "--clip", "0.5"]
     done = subprocess.run(
         [sys.executable, "-m", "gradientflow", "bench", *arguments, "--out", str(file)],
@@ -228,11 +239,15 @@ def test_the_command_on_the_loopback(tmp_path: Path) -> None:
     assert done.stderr.startswith("measuring the network (0 of 1)\n")
     assert "not shaped" in done.stdout and "lazy" in done.stdout
     assert (
-        "rank 1 computes 3 times as long; computing jitters by 10 %; gradients clipped to a norm of 0.5" in done.stdout
+        "rank 1 computes 3 times as long; ranks in turn compute 2 times as long, 2 iterations each; "
+        "computing jitters by 10 %; gradients clipped to a norm of 0.5" in " ".join(done.stdout.split())
     )
     document = json.loads(file.read_text())
     assert document["version"] == 1 and {"cores", "torch"} <= document["machine"].keys()
-    assert document["conditions"] == {"slowdown": {"1": 3.0}, "jitter": 0.1, "clip_norm": 0.5}
+    in_turn = {"factor": 2.0, "iterations": 2}
+    assert document["conditions"] == {
+        "slowdown": {"1": 3.0}, "in_turn": in_turn, "at_random": None, "jitter": 0.1, "clip_norm": 0.5,
+    }  # fmt: skip
     compute, ddp, lazy = document["results"]
     assert compute["compute_s"] > 0.05  # the straggler's
     assert {"low", "median", "high"} == set(lazy["ratio_to"]["ddp"]) and ddp["rate"] is None
@@ -240,23 +255,19 @@ def test_the_command_on_the_loopback(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["bench", "probe"])
-def test_under_torchrun_its_world_is_used(command: str, tmp_path: Path) -> None:
+def test_under_torchrun_its_world_is_used(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     bench = ["--workload", "alexnet", "--scale", "0.002", "--compute", "0.02", "--methods", "ddp,lazy",
              "--iterations", "3", "--max-rounds", "9"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradientflow",
-         command, *(bench if command == "bench" else []), "--out", str(file)],
+         "bench", *bench, "--out", str(file)],
         capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(file.read_text())
     assert done.stdout.count(str(file)) >= 1
-    if command == "bench":
-        assert [row["hosts"] for row in document["results"]] == [2, 2, 2] and "not shaped" in document["place"]
-    else:
-        assert len(document["hosts"]) == 2 and document["measurements"]
+    assert [row["hosts"] for row in document["results"]] == [2, 2, 2] and "not shaped" in document["place"]
 
 
 def test_a_profile_without_times_can_be_measured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -16,7 +17,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import gradientflow as gf
 from gradientflow.errors import NonFiniteError, UsageError
-from helpers import run_ranks
+from gradientflow.plan import Plan
+from helpers import kept, run_ranks
 from models import build, loss_of
 
 STEPS = 25
@@ -99,7 +101,7 @@ def law(recipe: str, dtype: torch.dtype, steps: int = STEPS) -> tuple[torch.Tens
             assert parameter.grad is not None
             given[name] += gradient.double().reshape(-1) / world - parameter.grad.double().reshape(-1) / world
         optimizer.step()
-    left_over = flow.state_dict()["compression"]["codec"]["slots"]["residual"]
+    left_over = kept(flow.state_dict())["compression"]["codec"]["slots"]["residual"]
     missing = torch.cat([given[name] - left_over[name].double() for name in names])
     dist.all_reduce(missing)
     sent = [
@@ -185,9 +187,9 @@ def spoiled(how: str, codec: str = "csc:always:0.1:warmup=0", steps: int = 15) -
                 skipped += sum(parameter.grad is not None for parameter in model.parameters())
             scaler.step(optimizer)
             scaler.update()
-        state = flow.state_dict()["compression"]["codec"]["slots"]
-        kept = torch.cat([values for kind in state.values() for values in kind.values()])
-        ends.append((weights(model), kept))
+        state = kept(flow.state_dict())["compression"]["codec"]["slots"]
+        waits = torch.cat([values for kind in state.values() for values in kind.values()])
+        ends.append((weights(model), waits))
         flow.close()
     return torch.equal(ends[0][0], ends[1][0]), torch.equal(ends[0][1], ends[1][1]), skipped
 
@@ -298,7 +300,9 @@ def stops_and_goes_on(recipe: str, kind: str, steps: int = 20) -> tuple[bool, bo
     second.run(range(half, steps))
     found = weights(second.model)
     second.flow.close()
-    return torch.equal(found, expected), bool(second.flow.state_dict()["compression"]["codec"]["num_steps"] == steps)
+    return torch.equal(found, expected), bool(
+        kept(second.flow.state_dict())["compression"]["codec"]["num_steps"] == steps
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,7 +339,7 @@ def moves(recipe: str, states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def held_by(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for state in states:
-        for kind, tensors in state["compression"]["codec"]["slots"].items():
+        for kind, tensors in kept(state)["compression"]["codec"]["slots"].items():
             mass = torch.cat([tensors[name].double() for name in sorted(tensors)])
             found[kind] = found.get(kind, torch.zeros_like(mass)) + mass
     return found
@@ -412,11 +416,11 @@ def unused_for_a_while() -> tuple[float, float]:
             if step == 2:
                 waiting = sum(
                     float(values.abs().sum())
-                    for name, values in flow.state_dict()["compression"]["codec"]["slots"]["residual"].items()
+                    for name, values in kept(flow.state_dict())["compression"]["codec"]["slots"]["residual"].items()
                     if name.startswith("early")
                 )
             optimizer.step()
-        left = flow.state_dict()["compression"]["codec"]["slots"]["residual"]
+        left = kept(flow.state_dict())["compression"]["codec"]["slots"]["residual"]
         rest = sum(float(values.abs().sum()) for name, values in left.items() if name.startswith("early"))
     return waiting, rest
 
@@ -599,7 +603,7 @@ def exchanges_twice(momentum: float) -> tuple[str, float]:
                 assert parameter.grad is not None
                 given[name] -= parameter.grad.reshape(-1) / dist.get_world_size()
             optimizer.step()
-        left_over = flow.state_dict()["compression"]["codec"]["slots"]["residual"]
+        left_over = kept(flow.state_dict())["compression"]["codec"]["slots"]["residual"]
     missing = torch.cat([given[name] - left_over[name] for name in given])
     dist.all_reduce(missing)
     return "", float(missing.abs().max())
@@ -693,8 +697,8 @@ def test_a_backward_pass_may_take_longer_than_ranks_wait_for_each_other() -> Non
 
 def loads_another_model(state: dict[str, Any]) -> str:
     model = build("mlp", torch.float32, seed=0)
-    for name, values in state["compression"]["codec"]["slots"]["residual"].items():
-        state["compression"]["codec"]["slots"]["residual"][name] = values[:-1]
+    for name, values in kept(state)["compression"]["codec"]["slots"]["residual"].items():
+        kept(state)["compression"]["codec"]["slots"]["residual"][name] = values[:-1]
     with gf.attach(model, optimizer_of(model, "sgd"), "wfbp+csc:always:0.1") as flow:
         try:
             flow.load_state_dict(state)
@@ -752,7 +756,7 @@ def changes_memory_format() -> float:
             job.flow.close()
             job = Job("lazy:60KB+csc:always:0.1:warmup=0", state, memory_format=torch.contiguous_format)
         job.run(range(6, 12))
-        waits = job.flow.state_dict()["compression"]["codec"]["slots"]
+        waits = kept(job.flow.state_dict())["compression"]["codec"]["slots"]
         ends.append(torch.cat([values for kind in waits for _, values in sorted(waits[kind].items())]))
         job.flow.close()
     # Chunks lie otherwise, so others are sent: what both have is momentum, and it does not depend on that.
@@ -837,3 +841,84 @@ def test_ranks_agree_on_what_a_codec_pays_for() -> None:
     for ended, dense, said in everyone:
         assert torch.equal(ended, everyone[0][0]) and dense == everyone[0][1]
         assert said == any(dense)
+
+
+def change_plan(flow: gf.Flow, *, dense: bool) -> None:
+    """From the next step on all messages go as they are, or none does."""
+    state = flow.state_dict()
+    plan = Plan.model_validate_json(state["plan"]).compressed_if(lambda message: not dense)
+    flow.load_state_dict(state | {"plan": plan.model_dump_json()})
+
+
+def has_momentum(flow: gf.Flow, optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
+    """The codec; the optimizer."""
+    slots = kept(flow.state_dict())["compression"]["codec"]["slots"]
+    return "momentum" in slots, any("momentum_buffer" in state for state in optimizer.state.values())
+
+
+def gives_momentum_back(kind: str) -> tuple[float, list[tuple[bool, bool]]]:
+    """Compression that sends everything, then no message that is worth it, then some again: the difference to DDP."""
+    rank, seen = dist.get_rank(), []
+    model = build("cnn", torch.float64, seed=rank).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = optimizer_of(model, kind)
+    with gf.attach(model, optimizer, "lazy:60KB+csc:always:1") as flow:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        for step in range(STEPS):
+            if step in (4, 16):
+                change_plan(flow, dense=step == 4)
+            optimizer.zero_grad()
+            loss_of(model, "cnn", rank, step, torch.float64).backward()
+            optimizer.step()
+            schedule.step()
+            if step in (3, 14, 24):
+                seen.append(has_momentum(flow, optimizer))
+    expected, _ = train("ddp", kind)
+    return float((weights(model) - expected).abs().max()), seen
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov", "groups"])
+def test_momentum_is_the_optimizers_own_while_nothing_is_compressed(kind: str) -> None:
+    for difference, seen in run_ranks(2, gives_momentum_back, kind):
+        assert difference < 1e-10
+        assert seen == [(True, False), (False, True), (True, False)]
+
+
+def interrupted(at: int, how: str) -> tuple[torch.Tensor, bool]:
+    """Weights after some steps, of which all but the first go as they are; whether momentum is the optimizer's by then.
+    At one of them something happens that is to leave no trace."""
+    recipe = "lazy:60KB+topk:always:0.1:warmup=0"
+    job = Job(recipe)
+    job.run(range(2))
+    change_plan(job.flow, dense=True)
+    for step in range(2, 9):
+        if step == at and how == "inf":
+            job.optimizer.zero_grad()
+            loss = loss_of(job.model, "cnn", dist.get_rank(), 99, torch.float32)
+            (loss * (float("inf") if dist.get_rank() else 1.0)).backward()
+            job.optimizer.step()
+        if step == at and how == "checkpoint":
+            state = job.state()
+            job.flow.close()
+            job = Job(recipe, state)
+        if step == at and how == "back":  # some steps on, and back to where it was
+            state = copy.deepcopy(job.state())
+            job.run(range(40, 46))
+            job.model.load_state_dict(state["model"])
+            if state["optimizer"]["state"]:  # else momentum is all in the flow's
+                job.optimizer.load_state_dict(state["optimizer"])
+            job.flow.load_state_dict(state["flow"])
+        job.run(range(step, step + 1))
+    codecs, optimizers = has_momentum(job.flow, job.optimizer)
+    job.flow.close()
+    return weights(job.model), optimizers and not codecs
+
+
+def all_interrupted(how: str) -> bool:
+    expected, handed_back = interrupted(0, "")
+    found = [interrupted(at, how) for at in range(3, 7)]
+    return handed_back and all(torch.equal(ended, expected) and same for ended, same in found)
+
+
+@pytest.mark.parametrize("how", ["inf", "checkpoint", "back"])
+def test_nothing_is_lost_while_momentum_is_given_back(how: str) -> None:
+    assert run_ranks(3, all_interrupted, how) == [True] * 3

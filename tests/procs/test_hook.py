@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradientflow as gf
 from gradientflow.errors import DisagreementError, RecipeError, UsageError
-from helpers import run_ranks
+from helpers import kept, run_ranks
 from models import build, loss_of
 
 
@@ -111,7 +111,7 @@ def goes_on() -> list[tuple[float, float]]:
 
 
 def _waits(state: dict[str, Any]) -> list[torch.Tensor]:
-    slots = state["compression"]["codec"]["slots"]["residual"]
+    slots = kept(state)["compression"]["codec"]["slots"]["residual"]
     return [slots[name].sum() for name in sorted(slots)]
 
 
@@ -183,10 +183,10 @@ def of_other_worlds(states: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.T
     """Averagers that load what three ranks left over: what this one has before and after a call about nothing."""
     averager = gf.Averager("topk:10%:warmup=0")
     averager.load_state_dict(states)
-    before = averager.state_dict()["compression"]["codec"]["slots"]["residual"]["weight"].clone()
+    before = kept(averager.state_dict())["compression"]["codec"]["slots"]["residual"]["weight"].clone()
     zeros = {"weight": torch.zeros(20, 10)}
     averager.average_(zeros)
-    after = averager.state_dict()["compression"]["codec"]["slots"]["residual"]["weight"]
+    after = kept(averager.state_dict())["compression"]["codec"]["slots"]["residual"]["weight"]
     averager.close()
     return before, zeros["weight"].reshape(-1) / dist.get_world_size() + after
 
@@ -202,7 +202,7 @@ def leaves_over() -> dict[str, Any]:
 
 def test_what_waits_is_shared_out_among_another_number_of_ranks() -> None:
     states = run_ranks(3, leaves_over)
-    waits = sum(state["compression"]["codec"]["slots"]["residual"]["weight"] for state in states)
+    waits = sum(kept(state)["compression"]["codec"]["slots"]["residual"]["weight"] for state in states)
     shares = run_ranks(2, of_other_worlds, states)
     assert torch.allclose(sum(before for before, _ in shares), waits, atol=1e-6)
     assert torch.allclose(sum(after for _, after in shares), waits, atol=1e-6)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,16 @@ def test_a_host_may_have_a_rate_of_its_own(_possible: None) -> None:
         assert max(to_slow, from_slow) < to_first
 
 
+def test_clouds_are_joined_by_links_of_their_own(_possible: None) -> None:
+    """In a ring of four, two links lead from one cloud to the other."""
+    with Lab(4, 80e6, clouds=[[0, 1], [2, 3]], between=5e6) as lab:
+        across, inside, back, there = measure_ring(lab, seconds=0.5)
+        assert across < 10e6 and back < 10e6  # what fits into buckets included
+        assert inside > 2 * across and there > 2 * back
+    with pytest.raises(UsageError, match="expected each of 3 hosts in one"):
+        Lab(3, 80e6, clouds=[[0], [2]], between=5e6)
+
+
 def test_a_rate_that_the_machine_carries_is_carried(_possible: None) -> None:
     with Lab(2, 5e6) as lab:
         assert eventually(lambda: _carries(lab))
@@ -321,14 +332,14 @@ def test_nothing_is_left_however_the_owner_ends(_possible: None, how: str) -> No
 
 def _holders(namespaces: list[int]) -> set[str]:
     """Whatever keeps one of these alive: a process in it, a descriptor, or a name that `ip netns list` would show."""
-    proc = Path("/proc")
-    places = [*proc.glob("[0-9]*/ns/net"), *proc.glob("[0-9]*/fd/*"), *Path("/run/netns").glob("*")]
-    return {str(place) for place in places if _inode(place) in namespaces}
+    # Not Path.glob, which raises when a process ends between finding its directory and listing it.
+    places = [*glob("/proc/[0-9]*/ns/net"), *glob("/proc/[0-9]*/fd/*"), *glob("/run/netns/*")]
+    return {place for place in places if _inode(place) in namespaces}
 
 
-def _inode(place: Path) -> int:
+def _inode(place: str) -> int:
     try:
-        return place.stat().st_ino
+        return os.stat(place).st_ino
     except OSError:
         return 0
 

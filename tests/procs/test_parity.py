@@ -134,7 +134,7 @@ def test_no_further_from_ddp_than_its_own_buckets(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "name", "optimizer", "methods"), alternating((1, 2, 3, 4), first=1))
+@pytest.mark.parametrize(("world", "name", "optimizer", "methods"), alternating((2, 3, 4), first=1))
 def test_float64_weights_equal_ddp(world: int, name: str, optimizer: str, methods: tuple[str, ...]) -> None:
     results = run_ranks(world, train_all, name, optimizer, torch.float64, (ONE_BUCKET, *methods))
     assert_ranks_identical(results)

@@ -21,7 +21,7 @@ SIZES = (4, 4096, 65536, 2**20)
 
 
 def _measure(world: int) -> tuple[Network, float]:
-    network = measure_network(sizes=SIZES, budget_s=4.0, deadline_s=20.0)
+    network = measure_network(sizes=SIZES, budget_s=4.0, deadline_s=20.0, processors=True)
     ones = torch.ones(1)
     dist.all_reduce(ones)  # the user's group is as it was
     return network, ones.item()
@@ -34,6 +34,12 @@ def test_all_ranks_get_the_same_network_with_every_operation_in_it(world: int) -
     assert all(network == networks[0] for network in networks)
     assert [total for _, total in results] == [world] * world
     assert (networks[0].backend, networks[0].world) == ("gloo", world)
+    counted = networks[0].processors
+    if world == 1:
+        assert counted is None
+    else:
+        assert counted is not None and counted.ranks == world and [way.pattern for way in counted.carrying] == [""]
+        assert {found.codec for found in counted.codecs} >= {"int8", "powersgd:2"}
     whole = [("all_reduce", tuple(range(world)))] if world > 1 else []
     expected = [*whole, *(("p2p", pair) for pair in links(world))]
     assert sorted((found.operation, found.ranks) for found in networks[0].measurements) == sorted(expected)

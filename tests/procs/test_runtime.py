@@ -736,7 +736,7 @@ def _later_parameters() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         model[1].requires_grad_(True)
-        with pytest.raises(gf.UsageError, match="not averaged"):
+        with pytest.raises(gf.UsageError, match="not be averaged"):
             optimizer.step()
         model[1].requires_grad_(False)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})

@@ -120,13 +120,20 @@ def test_messages_queue_behind_each_other_on_a_lane() -> None:
 
 
 def test_two_lanes_overlap_start_up_and_share_the_link() -> None:
-    # t1 is alone on the link from 5, with t0 from 7: 6 s of work are left for t1, 4 for t0, at half speed.
-    # t0 is done at 7 + 8 = 15, t1 has then 2 s left, alone: 17.
+    # t1 is alone on the link from 5, with t0 from 7. Three quarters of t1 are left then, and both keep pace, a whole of
+    # each in 8 + 4 s: t1 is done at 7 + 9 = 16. A quarter of t0 is left, alone: 17.
     found = evaluate(TWO, wfbp(TWO).on_lanes(2), Line(alpha_s=1.0, beta_s_per_byte=0.1))
     assert [(m.start_s, m.end_s) for m in found.messages] == [
-        (4.0, pytest.approx(17.0)),
-        (6.0, pytest.approx(15.0)),
+        (4.0, pytest.approx(16.0)),
+        (6.0, pytest.approx(17.0)),
     ]
+
+
+def test_a_small_message_beside_a_large_one_takes_as_long_as_both() -> None:
+    """In every hop its piece stands behind the other's."""
+    profile = model((4, 0.0, 0.0), (96, 0.0, 0.0))
+    found = evaluate(profile, wfbp(profile).on_lanes(2), Line(alpha_s=0.0, beta_s_per_byte=0.1))
+    assert [message.end_s for message in found.messages] == [pytest.approx(10.0)] * 2
 
 
 def test_a_gate_lets_communication_run_into_the_next_forward_pass() -> None:

@@ -471,6 +471,21 @@ def test_a_sign_has_the_mean_magnitude_of_its_block() -> None:
     assert torch.allclose(found.abs(), values.view(2, -1).abs().mean(1, keepdim=True).expand_as(found), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "scheme"), [("int8", Int8()), ("efsign", Sign())])
+def test_what_a_rank_sums_itself_it_encodes_once(name: str, scheme) -> None:
+    ranks, shard = ranks_of(name, 2), 5 * 128 if name == "efsign" else 3 * 256
+    weight = slice(0, SIZES["a.weight"])
+    before = [torch.zeros(SIZES["a.weight"])] * 2
+    for number in range(3):
+        gradients = gradients_of(2, number)
+        step(ranks, gradients)
+        first, second = (g[weight] / 2 + left for g, left in zip(gradients, before, strict=True))
+        sums = first[:shard] + encoded(scheme, second[:shard])
+        assert torch.allclose(ranks[0].got()[:shard], encoded(scheme, sums), atol=1e-6)
+        assert torch.allclose(ranks[0].held()[:shard], sums - encoded(scheme, sums), atol=1e-6)
+        before = [rank.held()[weight] for rank in ranks]
+
+
 def test_a_vote_is_the_majoritys_sign() -> None:
     ranks, gradients = ranks_of("signsgd", 3), gradients_of(3, 0)
     step(ranks, gradients)

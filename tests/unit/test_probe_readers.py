@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from gradientflow.errors import DocumentError, UsageError
 from gradientflow.network import Measurement, Network, Sample
 from gradientflow.probe import measure_network, osu_table, read_nccl_tests, read_osu
 from gradientflow.probe.measure import SIZES, links, quickest, sample_of, summarize
+from gradientflow.probe.processors import CODECS, encoding, gathered_s
 
 # - Summaries
 
@@ -240,3 +243,25 @@ def test_the_quickest_all_reduce_by_size_in_words() -> None:
     assert quickest(network.model_copy(update={"measurements": (native,)})) == ""
     slow = by_size("all_reduce by ring", 500, 500, 5000)
     assert quickest(network.model_copy(update={"measurements": (native, slow)})) == "native"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As workers have where they share cores; on a busy machine several threads of torch wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("word", CODECS)
+def test_codecs_are_run_with_a_group_that_is_made_up(word: str) -> None:
+    found = encoding(word, world=3)
+    assert found.codec == word and found.byte_s > 0 and found.tensor_s >= 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_are_gathered() -> None:
+    each_s, byte_s = gathered_s()
+    assert each_s >= 0 and byte_s >= 0

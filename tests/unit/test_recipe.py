@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradientflow.cost.table import Line, Paying
-from gradientflow.errors import DocumentError, RecipeError
+from gradientflow.errors import DocumentError, RecipeError, UsageError
+from gradientflow.outer import Outer
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Choice, Recipe, as_recipe
 from gradientflow.sync import ASP, BSP, Sync
@@ -25,6 +26,12 @@ syncs = st.one_of(
     st.just(ASP),
     st.integers(1, 99).map(lambda s: Sync(staleness=s)),
     st.integers(2, 99).map(lambda h: Sync(period=h)),
+    st.builds(
+        lambda h, lr: Sync(period=h, outer=Outer(lr=lr, momentum=0.9)), st.integers(1, 9), st.sampled_from([0.7, 1.0])
+    ),
+    st.builds(
+        lambda f, start: Sync(period=4 * f, fragments=f, delay=2, start=start), st.integers(1, 9), st.integers(0, 9)
+    ),
 )
 recipes = st.builds(
     Recipe,
@@ -54,6 +61,9 @@ def test_printing_and_reading_lose_nothing(recipe: Recipe) -> None:
         "bytescheduler-ps@asp",
         "flow-ps+csc:0.1+fp16@ssp:4",
         "lazy+fp16@local:8",
+        "lazy@local:1",
+        "lazy@local:8:start=100:state=average",
+        "lazy@diloco:50:lr=0.5:fragments=4:delay=2",
     ],
 )
 def test_canonical_texts_stay_as_they_are(text: str) -> None:
@@ -70,9 +80,14 @@ def test_what_is_left_out_has_a_value() -> None:
     assert Recipe.parse("lazy-ps@asp").sync.staleness == math.inf
 
 
-@pytest.mark.parametrize("text", ["", "+fp16", "lazy+", "lazy++fp16", "Lazy", "lazy@", "lazy@ssp", "lazy@ssp:-1",
-                                  "lazy@local:0", "lazy fp16", "lazy:", "lazy-", "lazy@bsp@asp", "-ps"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    """. lazy.fp16 +fp16 lazy+ lazy++fp16 Lazy lazy@ lazy@ssp lazy@ssp:-1 lazy@local:0 lazy@local:8:often
+    lazy@ssp:4:start=3 lazy@local:4:delay=4 lazy@local:2:fragments=3 lazy@local:2:state=lose lazy@diloco:5:momentum=1
+    lazy: lazy- lazy@bsp@asp -ps""".split(),
+)
 def test_what_cannot_be_read_is_refused(text: str) -> None:
+    text = text.replace(".", " ").strip()  # nothing, and words apart
     with pytest.raises(RecipeError, match="cannot read"):
         Recipe.parse(text)
 
@@ -85,9 +100,14 @@ def test_what_cannot_be_read_is_refused(text: str) -> None:
         ("lazy+fp16+bf16", "use one of them"),
         ("lazy+fp16+topk", "must come last"),
         ("quick", "use bsp or wfbp or lazy"),
-        ("lazy-ps", "no exchange 'ps' in this version"),
+        ("lazy-ps:0", "not a number of servers; use -ps, or -ps:1 to -ps:999"),
+        ("dear-ps", "two halves, which only a ring has"),
         ("lazy+topmost:0.1", "no codec 'topmost' in this version"),
-        ("lazy@local:8", "not available in this version"),
+        ("flow@local:8", "sends none; use bsp or wfbp or lazy"),
+        ("lazy-best@local:8", "measured for gradients"),
+        ("lazy+int8@local:8:fragments=2", "use fragments=1"),
+        ("lazy-ps+topk@ssp:4", "cannot read \\+topk; use \\+bf16 or \\+fp16 or \\+int8"),
+        ("lazy-ps@local:8:start=9", "for workers in lockstep"),
         ("lazy-a2a:0", "not a number of lanes"),
         ("lazy-a2a:99", "not a number of lanes"),
         ("lazy-a2a:two", "not a number of lanes"),
@@ -126,6 +146,45 @@ def test_a_wrong_file_names_file_field_and_expectation(tmp_path: Path, content: 
     with pytest.raises(DocumentError, match=complaint) as caught:
         Recipe.read(path)
     assert str(path) in str(caught.value)
+
+
+PROFILE = Profile(tensors=tuple(TensorProfile(name=name, shape=(100,)) for name in "abcd"))
+
+
+def held(text: str, plan: str = "lazy:500") -> Recipe:
+    """A recipe that pins another's plan."""
+    return Recipe.parse(text).model_copy(update={"pinned": Recipe.parse(plan).plan(PROFILE, num_lanes=1)})
+
+
+def test_a_pinned_plan_is_what_is_run(tmp_path: Path) -> None:
+    recipe = held("merge").check()
+    assert recipe.pinned is not None and not recipe.needs_cost
+    assert recipe.plan(PROFILE, 2) == recipe.pinned.on_lanes(2)
+    shuffled = PROFILE.model_copy(update={"tensors": PROFILE.tensors[::-1]})
+    assert recipe.plan(shuffled, 1).messages == recipe.pinned.messages
+    gated = recipe.plan(PROFILE, 1, gated=True)
+    assert sorted(name for stage in gated.stages for name in stage) == list("abcd")
+    recipe.write(tmp_path / "recipe.toml")
+    assert as_recipe(str(tmp_path / "recipe.toml")) == recipe
+    assert str(recipe) == "merge"
+
+
+def test_a_pinned_plan_of_something_else_is_refused(tmp_path: Path) -> None:
+    other = Profile(tensors=PROFILE.tensors[:3])
+    with pytest.raises(UsageError, match=r"of another model: .*\bd\b.* leave the line `plan = ...` out"):
+        held("lazy").check().plan(other, 1)
+    for text, plan, why in (
+        ("auto", "lazy", "auto makes its own plans"),
+        ("lazy@local:4", "lazy", "sends no gradients"),
+        ("dear", "lazy", "pinned plan is lazy's"),
+        ("lazy", "lazy-halving", "goes by halving"),
+    ):
+        with pytest.raises(RecipeError, match=why):
+            held(text, plan).check()
+    held("lazy").write(tmp_path / "recipe.toml")
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(DocumentError, match=r"plan\.json"):
+        as_recipe(str(tmp_path / "recipe.toml"))
 
 
 def test_a_codec_is_for_messages_that_gain_by_it() -> None:

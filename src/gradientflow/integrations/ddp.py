@@ -27,7 +27,7 @@ from gradientflow.exchange import Moment
 from gradientflow.recipe import Recipe
 from gradientflow.runtime.attach import DEADLINE_S, open_flow
 from gradientflow.runtime.autograd import distributed_context, inside_backward
-from gradientflow.runtime.flow import Flow
+from gradientflow.runtime.flow import GradientFlow
 from gradientflow.runtime.options import NonFinite, Options
 from gradientflow.runtime.pooled import PooledFlow
 from gradientflow.runtime.settings import Settings
@@ -138,7 +138,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._has_joined = False
         #: For scripts that pass it on to torch's own broadcasts.
         self.broadcast_bucket_size = 250 * 2**20
-        self._flow: Flow | None = None
+        self._flow: GradientFlow | None = None
         self._open(parameters=init_sync, buffers=init_sync and init_sync_buffers)
 
     def _set_devices(self, module: nn.Module, device_ids: Any, output_device: Any) -> None:
@@ -165,7 +165,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     # - The flow
 
     @property
-    def flow(self) -> Flow:
+    def flow(self) -> GradientFlow:
         """What runs underneath: plan, trace, profile, memory. A copy or an unpickled wrapper meets the other
         ranks when it is first used for training."""
         if self._flow is None:

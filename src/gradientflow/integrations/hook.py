@@ -33,6 +33,7 @@ SETTLED_STEPS = 2
 class HookState:
     """What `hook` needs: a codec, and what it has not sent yet. Constructing it is collective.
 
+    ddp: the wrapped model, before the hook is registered.
     codec: as after the first "+" of a recipe, such as "int8" or "csc:10%+fp16".
     optimizer: with it, a codec that corrects momentum keeps that of SGD (docs/compression.md).
     scaler: the loop's `GradScaler`. What waits is kept without its factor, and a step that some rank cannot use comes
@@ -174,5 +175,5 @@ class _Taken(NamedTuple):
 
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `ddp.register_comm_hook(state, hook)`."""
+    """For `ddp.register_comm_hook(state, hook)`: a bucket's mean over ranks, as the state's codec can."""
     return state.take(bucket)
