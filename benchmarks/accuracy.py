@@ -47,7 +47,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from training import Transformer
 
-from gradientflow.bench.arena import Arena, LabArena, Loopback, die_with_parent, start
+from gradientflow.bench.arena import Arena, LabArena, Loopback, start
 from gradientflow.bench.bakeoff import this_machine
 from gradientflow.bench.digits import Batch, batches_of_rank, build_reader, load_digits
 from gradientflow.bench.learning import Comparison, Evaluation, Learning, Training, differences, reaches
@@ -57,6 +57,7 @@ from gradientflow.documents import Document, check_writable
 from gradientflow.errors import UserError
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab import Lab, check_rate, parse_rate
+from gradientflow.processes import die_with_parent
 from gradientflow.recipe import as_recipe
 from gradientflow.rundir import now
 

@@ -37,7 +37,7 @@ from instrument import Pinned
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradientflow.bench.arena import LabArena, die_with_parent, start
+from gradientflow.bench.arena import LabArena, start
 from gradientflow.bench.bakeoff import this_machine
 from gradientflow.bench.methods import BUCKETS_MB, Method, method, stock_ddp
 from gradientflow.bench.results import Machine, Ratio, Spread
@@ -48,6 +48,7 @@ from gradientflow.errors import UserError
 from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.lab import check_rate, format_rate, parse_rate
 from gradientflow.lab.limits import goodput
+from gradientflow.processes import die_with_parent
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import as_recipe
 from gradientflow.rundir import now

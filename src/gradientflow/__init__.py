@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from gradientflow.rundir import RunDirectory
     from gradientflow.runtime.attach import attach
     from gradientflow.runtime.averager import Averager
-    from gradientflow.runtime.flow import Flow
+    from gradientflow.runtime.checkpoints import load, save
+    from gradientflow.runtime.handle import Flow
     from gradientflow.runtime.start import init_from_mpi
     from gradientflow.sync import Sync
     from gradientflow.trace import Span, Trace
@@ -53,7 +54,7 @@ _HOME = {
     "DisagreementError": "errors",
     "DistributedDataParallel": "integrations.ddp",
     "DocumentError": "errors",
-    "Flow": "runtime.flow",
+    "Flow": "runtime.handle",
     "GradientFlowError": "errors",
     "HookState": "integrations.hook",
     "Message": "plan",
@@ -76,7 +77,9 @@ _HOME = {
     "attach": "runtime.attach",
     "hook": "integrations.hook",
     "init_from_mpi": "runtime.start",
+    "load": "runtime.checkpoints",
     "profile": "lab.measure",
+    "save": "runtime.checkpoints",
 }
 
 __all__ = [
@@ -108,7 +111,9 @@ __all__ = [
     "attach",
     "hook",
     "init_from_mpi",
+    "load",
     "profile",
+    "save",
 ]
 
 

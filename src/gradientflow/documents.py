@@ -1,23 +1,31 @@
 """Files that people write or other programs read: versioned, checked, replaced whole.
 
 A `Document` is a frozen pydantic model with a `version`. Reading a wrong file raises one line that names
-the file, the field and what was expected. Writing goes to a temporary file beside the target and is
+the file, the field and what was expected. No more of a file is read than one of its kind can hold, and what is in
+it is data: numbers, words and lists of them. Writing goes to a temporary file beside the target and is
 renamed over it, so a crash leaves the previous file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+import tomllib
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gradientflow.errors import DocumentError
 
-# Files larger than this are not ours: a plan of 10,000 tensors takes about 2 MB, a full trace about 26.
+# Files larger than this are not ours, and what is read takes some twenty times as much memory: a full trace takes about
+# 26 MB, results of a bench with timelines may take as much for each method.
 MAX_NBYTES = 256 * 2**20
+#: A plan of 10,000 tensors takes about 2 MB.
+MAX_DOCUMENT_NBYTES = 32 * 2**20
+#: What is written by hand.
+MAX_TOML_NBYTES = 2**20
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -32,13 +40,18 @@ class Record(BaseModel):
 class Document(Record):
     """A record that is a whole file."""
 
+    #: Longer files are not read.
+    limit_nbytes: ClassVar[int] = MAX_DOCUMENT_NBYTES
+
     version: Literal[1] = 1
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        return parse_json(cls, read_text(path), str(path))
+        """What is in a file; a `DocumentError` names the field that is wrong, and what was expected."""
+        return parse_json(cls, read_text(path, cls.limit_nbytes), str(path))
 
     def write(self, path: str | os.PathLike[str]) -> None:
+        """Replace a file, whole or not at all."""
         write_text(path, self.model_dump_json(indent=1) + "\n")
 
 
@@ -65,7 +78,7 @@ def describe(error: ValidationError) -> str:
     first = problems[0]
     where = ".".join(str(part) for part in first["loc"])
     expected = first["msg"][:1].lower() + first["msg"][1:]
-    found = repr(first["input"])
+    found = " ".join(repr(first["input"]).split())  # a tensor's takes several lines
     if len(found) > 60:
         found = found[:57] + "..."
     words = f"field {where}: {expected}" if where else expected
@@ -76,17 +89,35 @@ def describe(error: ValidationError) -> str:
     return words
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str], limit_nbytes: int = MAX_NBYTES) -> str:
     """The text of a file, or a `DocumentError` that says why there is none."""
     try:
-        nbytes = os.stat(path).st_size
-        if nbytes > MAX_NBYTES:
-            raise DocumentError(f"{path}: {nbytes} bytes is more than the {MAX_NBYTES} a file of ours can hold")
-        return Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:  # a pipe or a device has no size before it is read
+            content = file.read(limit_nbytes + 1)
     except OSError as error:
         raise DocumentError(f"{path}: {error.strerror or error}") from None
+    except ValueError:
+        raise DocumentError(f"{str(path)!r}: is no name of a file") from None
+    if len(content) > limit_nbytes:
+        raise DocumentError(f"{path}: more than the {limit_nbytes} bytes that a file of its kind can hold")
+    try:
+        return content.decode("utf-8")
     except UnicodeDecodeError:
         raise DocumentError(f"{path}: expected UTF-8 text") from None
+
+
+def parse_data(text: str, source: str, kind: Literal["JSON", "TOML"]) -> Any:
+    """What is written there, of whatever form, or a `DocumentError`.
+
+    >>> parse_data("recipe = 'lazy'", "recipe.toml", "TOML")
+    {'recipe': 'lazy'}
+    """
+    try:
+        return json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except RecursionError:
+        raise DocumentError(f"{source}: expected {kind}; found brackets within brackets without end") from None
+    except ValueError as error:  # also of a number with thousands of digits
+        raise DocumentError(f"{source}: expected {kind}; {error}") from None
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

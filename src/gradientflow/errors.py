@@ -17,13 +17,19 @@ The command line turns a `UserError` into one line and exit code 2, a `TrainingE
 and exit code 1. Mistakes of our own are `assert`s.
 """
 
+#: Of one line that somebody is to read.
+LONGEST_WORDS = 1000
+
 
 class GradientFlowError(Exception):
     """Base of all errors raised here."""
 
 
 class UserError(GradientFlowError, ValueError):
-    """The caller can mend this; the message says how."""
+    """The caller can mend this; the message says how. It may quote what was found, which may be of any length."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words if len(words) <= LONGEST_WORDS else f"{words[: LONGEST_WORDS - 3]}...")
 
 
 class DocumentError(UserError):

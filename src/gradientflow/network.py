@@ -8,11 +8,14 @@ from pydantic import Field, field_validator
 
 from gradientflow.documents import Document, Record
 
+#: Before the name of a pattern, its all-reduce as an operation.
+BY_PATTERN = "all_reduce by "
+
 
 class Sample(Record):
     """How long one size took, over `num_samples` repetitions."""
 
-    nbytes: int = Field(gt=0)
+    nbytes: int = Field(gt=0, lt=2**62)
     median_s: float = Field(gt=0.0, allow_inf_nan=False)
     p10_s: float = Field(gt=0.0, allow_inf_nan=False)
     p90_s: float = Field(gt=0.0, allow_inf_nan=False)
@@ -52,6 +55,37 @@ class Measurement(Record):
         return tuple((sample.nbytes, sample.median_s) for sample in self.samples)
 
 
+class Encoding(Record):
+    """What a codec computes on one rank, alone: for each byte of a message, and for each tensor in it."""
+
+    codec: str
+    byte_s: float = Field(ge=0.0, allow_inf_nan=False)
+    tensor_s: float = Field(ge=0.0, allow_inf_nan=False)
+
+
+class Carrying(Record):
+    """An all-reduce among all: what it takes whatever its size, and for each of its bytes."""
+
+    #: By which it goes; "": the backend's own.
+    pattern: str = ""
+    message_s: float = Field(ge=0.0, allow_inf_nan=False)
+    byte_s: float = Field(ge=0.0, allow_inf_nan=False)
+
+
+class Processors(Record):
+    """What the exchange takes of the processors that rank 0 runs on, in processor seconds of one rank, its part of the
+    kernel's work included, while all ranks do the same."""
+
+    cores: int = Field(ge=1)
+    #: That share them.
+    ranks: int = Field(ge=1)
+    carrying: tuple[Carrying, ...] = ()
+    #: Taking a gradient from backward: writing each byte of it, scaled, to another place, and whatever its size.
+    gather_s_per_byte: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    gather_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    codecs: tuple[Encoding, ...] = ()
+
+
 class Network(Document):
     """`network.json`. Without measurements it only says who the workers are."""
 
@@ -59,6 +93,8 @@ class Network(Document):
     #: Host name of each rank.
     hosts: tuple[str, ...]
     measurements: tuple[Measurement, ...] = ()
+    #: None in files of versions that did not measure it, and where the system does not count it.
+    processors: Processors | None = None
 
     @property
     def world(self) -> int:

@@ -23,8 +23,13 @@ NATIVE = "native"
 
 
 class Slice(Record):
-    """Elements `start` to `stop` of a tensor, counted along its flattened storage."""
+    """Elements `start` to `stop` of a tensor, counted along its flattened storage.
 
+    >>> Slice(tensor="fc.weight", start=0, stop=10).numel
+    10
+    """
+
+    #: By its name in the model.
     tensor: str
     start: int = Field(ge=0)
     stop: int = Field(ge=0)
@@ -37,14 +42,20 @@ class Slice(Record):
 
     @property
     def numel(self) -> int:
+        """How many elements."""
         return self.stop - self.start
 
 
 class Message(Record):
-    """Slices that travel together, on one lane."""
+    """Slices that travel together, on one lane. All of one dtype and device.
+
+    >>> bias, weight = Slice(tensor="bias", start=0, stop=4), Slice(tensor="weight", start=0, stop=40)
+    >>> Message(slices=(bias, weight)).numel
+    44
+    """
 
     slices: tuple[Slice, ...] = Field(min_length=1)
-    lane: int = Field(default=0, ge=0)
+    lane: int = Field(default=0, ge=0, lt=256)
     #: Who sends what to whom: a name of `patterns`, or the group's own.
     pattern: str = NATIVE
     #: As it is, because the recipe's codec would take longer.
@@ -52,6 +63,7 @@ class Message(Record):
 
     @property
     def numel(self) -> int:
+        """How many elements, of all slices together."""
         return sum(piece.numel for piece in self.slices)
 
     @property
@@ -66,8 +78,20 @@ class Message(Record):
 
 
 class Plan(Document):
-    """Messages in the order in which they are issued."""
+    """Messages in the order in which they are issued. Every element of every tensor is in one of them, once.
 
+    A file too: `plan.write("plan.json")`, `Plan.read("plan.json")`.
+
+    >>> from gradientflow import Recipe, TensorProfile
+    >>> layers = [TensorProfile(name=name, shape=(1000, 1000)) for name in ("last", "middle", "first")]
+    >>> plan = Recipe.parse("lazy:5MB").plan(Profile(tensors=tuple(layers)), num_lanes=1)
+    >>> [message.label for message in plan.messages]
+    ['last .. middle', 'first']
+    >>> print(plan.explain())
+    lazy:5MB: 2 messages for 3 tensors on 1 lane, 0 cuts
+    """
+
+    #: What made it, for people.
     schedule: str
     #: Tensor names in the order in which they lie in the gradient pool.
     layout: tuple[str, ...]
@@ -95,13 +119,13 @@ class Plan(Document):
             return self.why + dense * (num_dense > 0)
         num_cut = len([None for message in self.messages for _ in message.slices]) - len(self.layout)
         gate = f"; the gate waits for {len(self.stages)} stages" if self.stages else ""
-        return (
-            f"{self.schedule}: {len(self.messages)} messages for {len(self.layout)} tensors on {self.num_lanes} "
-            f"lane{'s' * (self.num_lanes > 1)}, {max(0, num_cut)} cuts{gate}{dense * (num_dense > 0)}"
-        )
+        messages = f"{len(self.messages)} message{'s' * (len(self.messages) != 1)} for {len(self.layout)} tensors"
+        lanes = f"{self.num_lanes} lane{'s' * (self.num_lanes > 1)}"
+        return f"{self.schedule}: {messages} on {lanes}, {max(0, num_cut)} cuts{gate}{dense * (num_dense > 0)}"
 
     @property
     def num_lanes(self) -> int:
+        """On how many lanes its messages are."""
         return 1 + max((message.lane for message in self.messages), default=0)
 
     def sequence(self, rounds: int = 1) -> Iterator[tuple[int, int, int]]:

@@ -13,10 +13,20 @@ from pydantic import Field, field_validator
 
 from gradientflow.documents import Document, Record
 
+#: 256 times a trillion: what a file says beyond that is not of a model.
+MOST_ELEMENTS = 2**48
+#: As torch has it.
+MOST_DIMENSIONS = 64
+
 
 class TensorProfile(Record):
-    """One trainable tensor."""
+    """One trainable tensor.
 
+    >>> TensorProfile(name="fc.weight", shape=(10, 64)).nbytes
+    2560
+    """
+
+    #: Of the parameter, as `named_parameters()` has it.
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -31,6 +41,8 @@ class TensorProfile(Record):
     def _sizes_are_counts(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
         if any(size < 0 for size in shape):
             raise ValueError("sizes must be 0 or more")
+        if len(shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > MOST_ELEMENTS:
+            raise ValueError("no memory holds a tensor of that size")
         return shape
 
     @field_validator("dtype")
@@ -48,14 +60,17 @@ class TensorProfile(Record):
 
     @property
     def numel(self) -> int:
+        """How many elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """What its gradient takes."""
         return self.numel * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Its dtype, as torch has it."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -67,11 +82,21 @@ class TensorProfile(Record):
 
 
 class Profile(Document):
-    """A model's trainable tensors in backward order."""
+    """A model's trainable tensors in backward order: what a schedule needs to know of it.
+
+    Measured by `gradientflow.profile`, seen by a flow (`flow.profile()`), or written by hand. A file too:
+    `profile.write("profile.json")`, `Profile.read("profile.json")`.
+
+    >>> layers = TensorProfile(name="2.weight", shape=(10, 100)), TensorProfile(name="1.weight", shape=(100, 64))
+    >>> Profile(tensors=layers).numel
+    7400
+    """
 
     tensors: tuple[TensorProfile, ...]
     #: Floating-point operations of one worker's forward and backward pass; 0 means not counted.
     flops: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    #: Processor seconds of it; 0 means not counted, or that an accelerator does it.
+    cpu_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
 
     @field_validator("tensors")
     @classmethod
@@ -85,22 +110,27 @@ class Profile(Document):
 
     @property
     def by_name(self) -> dict[str, TensorProfile]:
+        """Its tensors, by name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @property
     def numel(self) -> int:
+        """Elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
+        """What all gradients take."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def forward_s(self) -> float:
+        """Seconds of a forward pass."""
         return sum(tensor.forward_s for tensor in self.tensors)
 
     @property
     def backward_s(self) -> float:
+        """Seconds of a backward pass."""
         return sum(tensor.backward_s for tensor in self.tensors)
 
     @property

@@ -6,12 +6,13 @@
     lazy:4MB-a2a:1+fp16       4 MB, one lane, half precision on the wire
     lazy-ring                 our own ring over connections of our own
     lazy-mpi                  MPI's all-reduce, in a script that mpirun starts
+    bytescheduler-ps          servers add up, beside the workers; -ps:4 with four servers on hosts of their own
     gradientflow              the GradientFlow paper's backend: lazy-ring+csc+fp16
     flow-ps+csc:0.1+fp16@ssp:4
 
-The same text is used in calls, on the command line and in `recipe.toml`. Reading is separate from
-judging: `Recipe.parse` accepts every sentence of the grammar, `Recipe.check` is the only place that says
-which parts exist and which fit together.
+The same text is used in calls, on the command line and in `recipe.toml`, which may also pin the plan. Reading is
+separate from judging: `Recipe.parse` accepts every sentence of the grammar, `Recipe.check` is the only place that
+says which parts exist and which fit together.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from typing import Literal
 
+import torch
 from pydantic import ValidationError
 
-from gradientflow.compress import CASTS, EXACT, KINDS, PARTS, Codec, Feedback
-from gradientflow.cost.evaluate import even_stages
-from gradientflow.cost.table import Best, Cost, Paying
-from gradientflow.documents import Record, describe, read_text, write_text
-from gradientflow.errors import DocumentError, RecipeError
+from gradientflow.compress import CASTS, EXACT, KINDS, PARTS, Codec, Feedback, imagined, summed_nbytes
+from gradientflow.cost.evaluate import Stages, even_stages
+from gradientflow.cost.table import Best, Cost, Encoded, Paying, Steps
+from gradientflow.documents import MAX_TOML_NBYTES, Record, describe, parse_data, read_text, write_text
+from gradientflow.errors import DocumentError, RecipeError, UsageError
 from gradientflow.patterns import ALL_REDUCES, HALVES, QUICKEST
 from gradientflow.plan import NATIVE, Message, Plan
 from gradientflow.profiles import Profile
@@ -39,8 +40,13 @@ from gradientflow.sync import BSP, Sync
 DEFAULT = "lazy"
 #: All messages by this pattern.
 PATTERNS = (*ALL_REDUCES, "levels")
-#: a2a: the group's own all-reduce. mpi: MPI's. best: each message by what was measured to be quickest at its size.
-EXCHANGES = ("a2a", "mpi", "best", *PATTERNS)
+#: Of these, `auto` tries which is quickest.
+TRIED = ("ring", "halving")
+#: a2a: the group's own all-reduce. mpi: MPI's. best: each message by what was measured to be quickest at its size. ps:
+#: through servers.
+EXCHANGES = ("a2a", "mpi", "best", "ps", *PATTERNS)
+#: What a server can decode that keeps parameters, and adds deltas to them.
+DELTA_CODECS = frozenset({"fp16", "bf16", "int8"})
 #: More would wait less and cost more: AdamW on 604 tensors takes 15 ms at once, 18 ms in twenties, 38 ms in pairs.
 NUM_STAGES = 32
 #: What each stage costs is to be less than a hundredth of the computing.
@@ -50,10 +56,14 @@ STAGE_S = 200e-6
 _NAME = r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*?"
 _ARGUMENT = r"[A-Za-z0-9._%]+"
 _WORDS = rf"{_ARGUMENT}(?:[:=]{_ARGUMENT})*"
-_HEAD = re.compile(rf"({_NAME})(?::({_WORDS}))?(?:-({'|'.join(EXCHANGES)}|ps)(?::({_ARGUMENT}))?)?")
+_HEAD = re.compile(rf"({_NAME})(?::({_WORDS}))?(?:-({'|'.join(EXCHANGES)})(?::({_ARGUMENT}))?)?")
 _CODEC = re.compile(rf"({_NAME})(?::({_WORDS}))?")
 #: The paper's whole backend.
 GRADIENTFLOW = "gradientflow"
+#: Measures, tries and chooses by itself, ...
+AUTO = "auto"
+#: ... and, where lossy recipes are allowed, by this codec what it pays for.
+GUARDED = "topk:1%:sampled:guard=2%"
 
 
 class Choice(Record):
@@ -67,7 +77,10 @@ class Choice(Record):
 
 
 class Recipe(Record):
-    """The four choices.
+    """The four choices: schedule, exchange, codecs and synchronisation, as one text.
+
+    `parse` reads any that is well formed, `check` says whether there is such a one here. Two that are written alike are
+    equal, and `str` gives the text back.
 
     >>> recipe = Recipe.parse("lazy+fp16")
     >>> recipe.schedule.name, [codec.name for codec in recipe.codecs]
@@ -82,6 +95,8 @@ class Recipe(Record):
     exchange: Choice = Choice(name="a2a")
     codecs: tuple[Choice, ...] = ()
     sync: Sync = BSP
+    #: Made elsewhere, by `gradientflow tune`: runs in place of what the schedule would plan here.
+    pinned: Plan | None = None
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -111,11 +126,11 @@ class Recipe(Record):
 
     def check(self) -> Recipe:
         """Raise `RecipeError` unless every part exists and the parts fit together. Returns itself."""
-        if self.sync.staleness and self.exchange.name != "ps":
+        if self.sync.staleness and not self.served:
             raise self._illegal(f"@{self.sync} lets workers drift apart, which needs a server", "-ps, or @bsp")
-        if self.exchange.name == "ps" and self.exchange.argument:
-            raise self._illegal("-ps takes no argument", "-ps")
-        if self.exchange.argument and not re.fullmatch("[1-9]|1[0-6]", self.exchange.argument):
+        if self.served and not re.fullmatch("|[1-9][0-9]{0,2}", self.exchange.argument):
+            raise self._illegal(f"{self.exchange.argument!r} is not a number of servers", "-ps, or -ps:1 to -ps:999")
+        if self.exchange.argument and not self.served and not re.fullmatch("[1-9]|1[0-6]", self.exchange.argument):
             lanes = f"-{self.exchange.name}:1 to -{self.exchange.name}:16"
             raise self._illegal(f"{self.exchange.argument!r} is not a number of lanes", lanes)
         casts = [codec.name for codec in self.codecs if codec.name in CASTS]
@@ -126,7 +141,11 @@ class Recipe(Record):
         schedule, _, exchange = self.schedule.name.rpartition("-")
         if schedule in {*SCHEDULES, *PRICED} and self.schedule.name not in PRICED:
             self._exists("exchange", exchange, list(EXCHANGES))
-        self._exists("schedule", self.schedule.name, [*SCHEDULES, *PRICED])
+        if self.pinned is not None:
+            self._check_pinned(self.pinned)
+        if self.tunes:
+            return self._check_auto()
+        self._exists("schedule", self.schedule.name, [*SCHEDULES, *PRICED, AUTO])
         if self.schedule.name in PRICED and self.schedule.argument:
             if self.schedule.name not in WITH_A_SIZE:
                 raise self._illegal(f"{self.schedule.name} takes no argument", self.schedule.name)
@@ -142,22 +161,85 @@ class Recipe(Record):
             self._exists("codec", choice.name, [*CASTS, *PARTS])
         if len(self.codecs) - len(casts) > 1:
             raise self._illegal("a codec is to send a part of what another sends", "one of them")
-        if self.sync != BSP:
-            raise self._illegal(f"@{self.sync} is not available in this version", "@bsp")
-        self.plan(Profile(tensors=()), num_lanes=1)
+        self.model_copy(update={"pinned": None}).plan(Profile(tensors=()), num_lanes=1)
         self.codec()
+        if self.sync.deltas:
+            self._check_deltas()
         return self
+
+    def _check_auto(self) -> Recipe:
+        if self.exchange != Choice(name="a2a") or self.schedule.argument:
+            raise self._illegal("auto chooses schedule and exchange by itself", AUTO)
+        codec = self.codec()
+        if self.sync.deltas or (isinstance(codec, Feedback) and (codec.guard is None or codec.always)):
+            raise self._illegal(
+                "auto chooses among recipes that train as DDP does, or under a guard",
+                f"{AUTO}, {AUTO}+bf16 or {AUTO}+{GUARDED}",
+            )
+        return self
+
+    def _check_pinned(self, plan: Plan) -> None:
+        if self.tunes or self.sync.deltas:
+            why = "auto makes its own plans" if self.tunes else f"@{self.sync} sends no gradients"
+            raise self._illegal(f"{why}, and a plan is pinned", "another recipe, or leave the plan out")
+        if bool(plan.gathers) != (self.schedule.name in DECOUPLED):
+            raise self._illegal(f"the pinned plan is {plan.schedule}'s", "the recipe that it was made for")
+        strange = {message.pattern for message in plan.messages} - {NATIVE, *self.patterns}
+        if strange:
+            raise self._illegal(f"the pinned plan goes by {', '.join(sorted(strange))}", "the recipe it was made for")
+
+    @property
+    def tunes(self) -> bool:
+        """Whether what it runs is decided by trying."""
+        return self.schedule.name == AUTO
+
+    def lossy(self) -> Recipe:
+        """`auto` that may compress, under a guard; with a codec of its own, itself."""
+        return self if self.codecs else self.model_copy(update={"codecs": (_codec(AUTO, GUARDED),)})
+
+    def _check_deltas(self) -> None:
+        """What is made for gradients is not for what parameters have changed by."""
+        sync = self.sync
+        if self.schedule.name not in SCHEDULES:
+            raise self._illegal(
+                f"{self.schedule.name} plans by when backward yields gradients, and @{sync} sends none",
+                " or ".join(SCHEDULES),
+            )
+        if self.exchange.name == "best":
+            raise self._illegal("-best is measured for gradients", "-a2a, -ring or another pattern")
+        if isinstance(self.codec(), Feedback) and sync.fragments > 1:
+            raise self._illegal(
+                f"whether a round counts is known when all of it has arrived, with {self.codecs[0].name}", "fragments=1"
+            )
+        if sync.moments == "average" and sync.fragments > 1:
+            raise self._illegal("state=average takes all moments at once", "fragments=1, or state=keep")
+        if not self.served:
+            return
+        names = [choice.name for choice in self.codecs]
+        if len(names) > 1 or not set(names) <= DELTA_CODECS:
+            codecs = " or ".join(f"+{name}" for name in sorted(DELTA_CODECS))
+            raise self._illegal(f"servers keep parameters under @{sync} and cannot read +{'+'.join(names)}", codecs)
+        for words, said in (
+            (f"start={sync.start}", sync.start),
+            (f"fragments={sync.fragments}", sync.fragments > 1),
+            (f"delay={sync.delay}", sync.delay),
+            ("state=average", sync.moments == "average"),
+        ):
+            if said:
+                raise self._illegal(f"{words} is for workers in lockstep", "-a2a or -ring, or leave it out")
 
     @property
     def needs_cost(self) -> bool:
         """Whether planning looks at what messages cost."""
-        return self.schedule.name in PRICED or self.exchange.name == "best" or self.weighs
+        if self.pinned is not None:
+            return False
+        return self.schedule.name in PRICED or self.exchange.name == "best" or self.weighs or self.tunes
 
     @property
     def weighs(self) -> bool:
         """Whether its codec is for messages only for which it pays."""
         codec = self.codec()
-        return isinstance(codec, Feedback) and not codec.always
+        return isinstance(codec, Feedback) and not codec.always and not self.sync.deltas
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -166,6 +248,8 @@ class Recipe(Record):
             return (*HALVES, QUICKEST, *(["ring"] if self.exchange.name == "ring" else []))
         if self.exchange.name == "best":
             return PATTERNS
+        if self.tunes:
+            return () if isinstance(self.codec(), Feedback) else TRIED
         if self.exchange.name not in PATTERNS:
             return ()
         small = [QUICKEST] if isinstance(self.codec(), Feedback) else []
@@ -178,12 +262,23 @@ class Recipe(Record):
 
     @property
     def over_mpi(self) -> bool:
+        """Whether sums are made by MPI."""
         return self.exchange.name == "mpi"
+
+    @property
+    def served(self) -> bool:
+        """Whether sums are made by servers."""
+        return self.exchange.name == "ps"
+
+    @property
+    def num_servers(self) -> int:
+        """On hosts of their own."""
+        return int(self.exchange.argument or 0) if self.served else 0
 
     @property
     def wants_gate(self) -> bool:
         """Whether the schedule is made for a forward pass that waits layer by layer."""
-        return self.schedule.name in FOR_A_GATE
+        return self.schedule.name in FOR_A_GATE or self.tunes
 
     def plan(
         self, profile: Profile, num_lanes: int, cost: Cost | None = None, *, gated: bool = False, whole: bool = False
@@ -194,7 +289,11 @@ class Recipe(Record):
         compute_s = profile.forward_s + profile.backward_s
         num_stages = max(4, min(NUM_STAGES, int(compute_s / 100 / STAGE_S)))
         stages = even_stages(profile, num_stages) if gated else ()
-        if self.schedule.name not in PRICED:
+        if self.pinned is not None:
+            return self._as_pinned(self.pinned, profile, num_lanes, stages, norms=gated and whole)
+        if self.tunes:
+            plan = SCHEDULES[DEFAULT](profile, "")
+        elif self.schedule.name not in PRICED:
             plan = SCHEDULES[self.schedule.name](profile, self.schedule.argument)
         elif cost is None:
             plan = SCHEDULES["lazy"](profile, "").model_copy(
@@ -205,6 +304,19 @@ class Recipe(Record):
             plan = PRICED[self.schedule.name](profile, self.schedule.argument, terms)
         plan = self._carried(plan.on_lanes(num_lanes), profile, cost).model_copy(update={"stages": stages})
         plan.check(profile)
+        return plan
+
+    def _as_pinned(self, pinned: Plan, profile: Profile, num_lanes: int, stages: Stages, *, norms: bool) -> Plan:
+        """What was pinned, with stages if there is a gate here."""
+        update = {"stages": stages and (pinned.stages or stages), "norms": norms and bool(pinned.gathers)}
+        plan = pinned.on_lanes(num_lanes).model_copy(update=update)
+        try:
+            plan.check(profile)
+        except ValueError as error:
+            raise UsageError(
+                f"the plan that recipe '{self}' pins is of another model: {error}. Tune with this model's profile, or "
+                "leave the line `plan = ...` out of the recipe's file"
+            ) from None
         return plan
 
     def _carried(self, plan: Plan, profile: Profile, cost: Cost | None) -> Plan:
@@ -226,6 +338,22 @@ class Recipe(Record):
             lambda message: NATIVE if self.weighs and not message.dense else best.pick(nbytes(message))
         )
 
+    def priced(self, cost: Cost, world: int, touch_s_per_byte: float, encode_s_per_byte: float | None = None) -> Cost:
+        """What messages take that cost so much as they are: what its codec leaves of their bytes, and the codec's own
+        computing; where that is for messages only for which it pays, both ways.
+
+        encode_s_per_byte: that computing, if it was measured; else it follows from what the codec touches."""
+        codec = self.codec()
+        if codec is EXACT:
+            return cost
+        probe = imagined([(1024, 1024)], torch.float32)
+        traffic = codec.traffic(probe, world)
+        fraction = traffic.sent_nbytes / max(1.0, summed_nbytes(probe.nbytes, world))
+        if encode_s_per_byte is None:
+            encode_s_per_byte = traffic.touched_nbytes / probe.nbytes * touch_s_per_byte
+        encoded = Encoded(Steps(cost, 1, fraction), encode_s_per_byte)
+        return Paying(encoded, cost, cost) if self.weighs else encoded
+
     def codec(self) -> Codec:
         """A new one: it may remember."""
         wires = [CASTS[choice.name](choice.argument) for choice in self.codecs if choice.name in CASTS]
@@ -240,7 +368,7 @@ class Recipe(Record):
     @property
     def lanes(self) -> int:
         """How many lanes the recipe asks for; 0 leaves it to the exchange."""
-        return int(self.exchange.argument or 0)
+        return 0 if self.served else int(self.exchange.argument or 0)
 
     def _exists(self, part: str, name: str, known: list[str]) -> None:
         if name not in known:
@@ -251,31 +379,49 @@ class Recipe(Record):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
-        """A `recipe.toml`: `version = 1` and `recipe = "..."`."""
+        """A `recipe.toml`: `version = 1`, `recipe = "..."` and, if a plan is pinned, `plan = "plan.json"` beside it."""
+        data = parse_data(read_text(path, MAX_TOML_NBYTES), str(path), "TOML")
         try:
-            file = _File.model_validate(tomllib.loads(read_text(path)))
-            return cls.parse(file.recipe)
-        except tomllib.TOMLDecodeError as error:
-            raise DocumentError(f"{path}: expected TOML; {error}") from None
+            file = _File.model_validate(data)
+            recipe = cls.parse(file.recipe)
         except ValidationError as error:
             raise DocumentError(f"{path}: {describe(error)}") from None
         except RecipeError as error:
             raise DocumentError(f"{path}: field recipe: {error}") from None
+        if not file.plan:
+            return recipe
+        return recipe.model_copy(update={"pinned": Plan.read(os.path.join(os.path.dirname(path), file.plan))})
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        write_text(path, f"version = 1\nrecipe = {json.dumps(str(self))}\n")
+        """What `read` reads. A pinned plan is written beside it, as `plan.json`."""
+        text = f"version = 1\nrecipe = {json.dumps(str(self))}\n"
+        if self.pinned is not None:
+            self.pinned.write(os.path.join(os.path.dirname(path), _PLAN))
+            text += f"plan = {json.dumps(_PLAN)}\n"
+        write_text(path, text)
+
+
+_PLAN = "plan.json"
 
 
 class _File(Record):
     version: Literal[1]
     recipe: str
+    plan: str = ""
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-    """A checked recipe from either form."""
+    """A checked recipe from either form, or from its file: "recipe.toml"."""
     if not isinstance(recipe, Recipe | str):
         raise RecipeError(f"expected a recipe such as 'lazy', found {recipe!r}")
-    return (Recipe.parse(recipe) if isinstance(recipe, str) else recipe).check()
+    if isinstance(recipe, Recipe):
+        return recipe.check()
+    if not recipe.endswith(".toml"):
+        return Recipe.parse(recipe).check()
+    try:
+        return Recipe.read(recipe).check()
+    except RecipeError as error:
+        raise RecipeError(f"{recipe}: {error}") from None
 
 
 def _settled(codec: Choice) -> Choice:

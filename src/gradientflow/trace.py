@@ -7,6 +7,7 @@ corrects it by what the traces themselves say.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -18,13 +19,15 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from gradientflow.documents import Record, describe, read_text, write_text
+from gradientflow.documents import Record, describe, parse_data, read_text, write_text
 from gradientflow.errors import DocumentError
 
 #: Tracks that are not lanes. Lane i is the track `lane i`.
 MAIN = "main"
 #: The most spans of all ranks in one file: about 40 MB, which Perfetto opens within seconds.
 MERGED_SPANS = 200_000
+#: Of one rank's file: more than twice what a full recorder writes.
+MAX_NBYTES = 64 * 2**20
 
 
 class Span(NamedTuple):
@@ -33,7 +36,8 @@ class Span(NamedTuple):
     Kinds: `forward` and `backward` (compute), `message` (on the wire; args: its number in the plan, nbytes,
     waited_s, how long it was ready before its lane took it, and idle_s, how long its lane stood before it while others
     behind it were ready), `exposed` (training waited for communication), `update` (a stage's share of a step that was
-    put off), `step` (from the first forward to the end of the optimizer's step).
+    put off), `step` (from the first forward to the end of the optimizer's step), `trial` (a step in which `auto` tries
+    something), `tuned` (what it has chosen; args: iteration_s, and lost_s, what trials have cost so far).
     """
 
     kind: str
@@ -46,9 +50,11 @@ class Span(NamedTuple):
 
     @property
     def duration_s(self) -> float:
+        """How long it took."""
         return self.end_s - self.start_s
 
     def moved(self, by_s: float) -> Span:
+        """The same, so much later."""
         return self._replace(start_s=self.start_s + by_s, end_s=self.end_s + by_s)
 
 
@@ -63,18 +69,28 @@ class Recorder:
     def add(self, span: Span) -> None:
         self._spans.append(span)  # deque.append is atomic: lanes add from their own threads
 
-    def trace(self, rank: int) -> Trace:
-        return Trace(rank=rank, epoch_s=self._epoch_s, spans=tuple(self._spans))
+    def trace(self, rank: int, most: int = 0) -> Trace:
+        """most: of the latest spans; 0: all that are left."""
+        spans = tuple(itertools.islice(reversed(self._spans), most))[::-1] if most else tuple(self._spans)
+        return Trace(rank=rank, epoch_s=self._epoch_s, spans=spans)
 
 
 class Trace(NamedTuple):
-    """The spans of one rank."""
+    """The spans of one rank. Files of it open in Perfetto and chrome://tracing.
+
+    >>> waited = Span("exposed", "waiting", "main", 1.0, 1.5, step=3)
+    >>> trace = Trace(rank=0, epoch_s=0.0, spans=(waited,))
+    >>> sum(span.duration_s for span in trace.of_kind("exposed"))
+    0.5
+    """
 
     rank: int
+    #: What to add to a span's seconds for the time of day.
     epoch_s: float
     spans: tuple[Span, ...]
 
     def of_kind(self, kind: str) -> list[Span]:
+        """The spans of one kind, in the order in which they were recorded."""
         return [span for span in self.spans if span.kind == kind]
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -83,9 +99,9 @@ class Trace(NamedTuple):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Trace:
-        text = read_text(path)
+        """What `write` wrote; `DocumentError` for anything else."""
+        document = parse_data(read_text(path, MAX_NBYTES), str(path), "JSON")
         try:
-            document = json.loads(text)
             header = _Header.model_validate(document["otherData"])
             tracks: dict[int, str] = {}
             spans = []
@@ -96,10 +112,8 @@ class Trace(NamedTuple):
                     spans.append(_span(event, tracks, header.epoch_s))
         except ValidationError as error:
             raise DocumentError(f"{path}: otherData: {describe(error)}") from None
-        except ValueError as error:
-            raise DocumentError(f"{path}: expected JSON; {error}") from None
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise DocumentError(f"{path}: expected a trace written by gradientflow; {error!r}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise DocumentError(f"{path}: expected a trace written by gradientflow; {error!r:.300}") from None
         return cls(header.rank, header.epoch_s, tuple(spans))
 
 

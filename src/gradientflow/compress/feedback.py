@@ -12,6 +12,10 @@ they have sent ("masking"), which keeps stale gradients out and loses velocity w
 reaches g / (1 - m), and sending everything is SGD without momentum. It is off unless asked for, and spares what never
 waits.
 
+Messages that go as they are, because the codec would take longer, keep nothing waiting. If all of them do so, momentum
+is all that is remembered, and an optimizer can as well have it back: ranks then share velocities out evenly once, and
+the codec is `settled`.
+
 Tensors that the codec does not take, such as biases, are summed as they are when all messages of a step have been
 carried, together with whatever else ranks have to tell each other then.
 
@@ -31,6 +35,7 @@ from gradientflow.compress.part import Part, blocks_of, is_finite, pieces, range
 from gradientflow.compress.slots import Slots
 from gradientflow.compress.warmup import WarmUp
 from gradientflow.errors import UsageError
+from gradientflow.saved import count, reading
 
 RESIDUAL = "residual"
 MOMENTUM = "momentum"
@@ -89,6 +94,7 @@ class Feedback:
         #: Steps that counted.
         self._num_steps = 0
         self._num_dense = 0  # of them, since messages that go as they are have been doing so
+        self._all_pass = False  # every message goes as it is, and loses nothing by that
         self._loaded: Mapping[str, Any] | None = None
 
     @property
@@ -99,6 +105,16 @@ class Feedback:
     def nbytes(self) -> int:
         """Of everything that is remembered."""
         return self._slots.nbytes
+
+    @property
+    def can_settle(self) -> bool:
+        """Whether no message is for it, so that nothing will wait."""
+        return self._all_pass
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits, nothing will, and all ranks have the same share of velocities."""
+        return self._all_pass and self._num_dense > CLEARED
 
     def traffic(self, parcel: Parcel, world: int) -> Traffic:
         if parcel.message.dense:
@@ -122,6 +138,7 @@ class Feedback:
         self._parcels, self._world, self._signature, self._runs = parcels, world, signature, {}
         self._slots.lay_out(parcels)
         self._slots.need(RESIDUAL)
+        self._all_pass = all(self._passes(parcel) for parcel in parcels)
         self._loose = [self._loose_of(parcel) for parcel in parcels]
         # Of messages that go as they are the part knows nothing.
         self._part.lay_out([p._replace(values=[]) if p.message.dense else p for p in parcels], rank, world)
@@ -129,15 +146,21 @@ class Feedback:
             self.guard.lay_out(parcels)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            self._slots.forget()
-            self._slots.need(RESIDUAL)
-            self._slots.load(loaded["slots"])
-            if loaded["signature"] == signature and loaded.get("codec") == type(self._part).__name__:
-                self._part.load_state_dict(loaded["part"])
-            if self.guard and "guard" in loaded:
-                self.guard.load_state_dict(loaded["guard"])
-                if loaded["signature"] != signature:
-                    self.guard.lay_out(parcels)
+            with reading("what a codec keeps"):
+                self._take_up(loaded, signature)
+
+    def _take_up(self, loaded: Mapping[str, Any], signature: str) -> None:
+        self._slots.forget()
+        self._slots.need(RESIDUAL)
+        self._slots.load(loaded["slots"])
+        if loaded["signature"] == signature and loaded.get("codec") == type(self._part).__name__:
+            self._part.load_state_dict(loaded["part"])
+            self._num_dense = count(loaded, "num_dense")
+        if self.guard and "guard" in loaded:
+            self.guard.load_state_dict(loaded["guard"])
+            if loaded["signature"] != signature:
+                self.guard.lay_out(self._parcels)
+            self.guard.check(len(self._parcels))
 
     def begin(self, momenta: Mapping[str, Momentum], unit: float = 1.0, weight: float = 1.0, rate: float = 1.0) -> None:
         """A step, in which gradients come multiplied by `unit` and are to be given back so. Those of this step, not
@@ -176,6 +199,16 @@ class Feedback:
             self.guard.learns()
         if flags and MOMENTUM in self._slots.kinds:
             self._let_rest({name for name, used in zip(self._flagged, flags[0].tolist(), strict=False) if not used})
+        if self._all_pass and self._num_dense == CLEARED and MOMENTUM in self._slots.kinds:
+            yield from self._share_velocities()
+
+    def _share_velocities(self) -> Conversation:
+        """Among ranks, evenly: their sum stays what it is."""
+        for parcel in self._parcels:
+            if parcel.values:
+                velocity = self._slots.proposed(MOMENTUM, parcel)
+                yield Sum([velocity])
+                velocity.div_(self._world)
 
     def _let_rest(self, unused: set[str]) -> None:
         """An optimizer leaves alone what has no gradient on any rank. So do velocities; and as what was sent of such
@@ -250,9 +283,12 @@ class Feedback:
 
     def _never_waits(self, parcel: Parcel) -> bool:
         """Goes as it is, has been doing so, and loses nothing by being written in the precision of gradients."""
-        if not parcel.message.dense or self._num_dense < CLEARED or self.guard or MOMENTUM in self._slots.kinds:
+        return self._num_dense >= CLEARED and MOMENTUM not in self._slots.kinds and self._passes(parcel)
+
+    def _passes(self, parcel: Parcel) -> bool:
+        if not parcel.message.dense or self.guard:
             return False
-        return parcel.dtype.itemsize >= self._slots.now(RESIDUAL, parcel).itemsize
+        return not parcel.values or parcel.dtype.itemsize >= self._slots.now(RESIDUAL, parcel).itemsize
 
     def _pass_on(self, parcel: Parcel) -> Conversation:
         """What goes as it is and has been doing so: nothing of it waits, and nothing will."""
@@ -372,6 +408,7 @@ class Feedback:
             return dict(self._loaded)
         return {
             "num_steps": self._num_steps,
+            "num_dense": self._num_dense,
             "slots": self._slots.named(),
             "signature": self._signature,
             "codec": type(self._part).__name__,
@@ -384,13 +421,22 @@ class Feedback:
         missing = {"num_steps", "slots", "signature", "part"} - state.keys()
         if missing:
             raise UsageError(f"the state of compression lacks {', '.join(sorted(missing))}")
+        count(state, "num_steps")
+        if unknown := state["slots"].keys() - {RESIDUAL, MOMENTUM}:
+            raise UsageError(
+                f"the state of compression has {min(map(str, unknown)):.40} of parameters, which none keeps"
+            )
         self._slots.check(state["slots"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """To be used from the next `lay_out` on."""
         self.check(state)
-        self._num_steps = int(state["num_steps"])
+        self._num_steps = count(state, "num_steps")
         self._loaded = state
+
+    def give_up_velocities(self) -> dict[str, torch.Tensor]:
+        """This rank's shares, by parameter name: to be remembered elsewhere from now on."""
+        return self._slots.give_up(MOMENTUM) if MOMENTUM in self._slots.kinds else {}
 
     def take_over(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """What has been remembered elsewhere until now, by parameter name."""

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradientflow.compress.codec import Parcel
+from gradientflow.errors import UsageError
 
 #: Steps from one sample to the next.
 EVERY = 5
@@ -178,6 +179,16 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._densities = list(state["densities"])
         self._contraction, self._gained = float(state["contraction"]), float(state["gained"])
+
+    def check(self, num_messages: int) -> None:
+        """Raise unless what was loaded can be gone on with."""
+        shares = [*self._densities, self._contraction]
+        if len(self._densities) != num_messages or not all(map(_is_share, shares)) or not 0 <= self._gained < math.inf:
+            raise UsageError("what a guard has learnt is not what state_dict() gave")
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, float | int) and 0.0 <= value <= 1.0
 
 
 def _ratio(one: torch.Tensor, other: torch.Tensor) -> float:

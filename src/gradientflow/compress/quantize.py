@@ -156,18 +156,23 @@ class Quantized(Plain):
         shard = self._shard(len(total))
         bounds = [(min(k * shard, len(total)), min((k + 1) * shard, len(total))) for k in range(self._world)]
         outgoing = [Codes(self._scheme, shard, total.device) for _ in bounds]
+        summed = outgoing[self._rank]
         for codes, (start, stop) in zip(outgoing, bounds, strict=True):
             values = total[start:stop]
-            codes.write(values, None if self.forgets else values, draw)
-        arrived = yield Swap([codes.flat for codes in outgoing], [len(outgoing[0].flat)] * self._world)
+            if self.forgets:
+                codes.write(values, None, draw)
+            elif codes is not summed:
+                codes.write(values, values, draw)
+        arrived = yield Swap([codes.flat for codes in outgoing], [len(summed.flat)] * self._world)
         assert arrived is not None
         start, stop = bounds[self._rank]
-        mine = torch.zeros(stop - start, device=total.device)
-        for flat in arrived:
-            Codes(self._scheme, shard, total.device, flat).read(mine, add=True)
-        left_over = None if self.forgets else total[start:stop].add_(mine)
-        summed = outgoing[self._rank]
-        summed.write(mine, left_over, draw)
+        # Its own part of the shard a rank need not encode, if nothing is to be forgotten: what waits there is what
+        # codes of sums have left over, and would be encoded twice before it is sent.
+        mine = torch.zeros_like(total[start:stop]) if self.forgets else total[start:stop]
+        for rank, flat in enumerate(arrived):
+            if self.forgets or rank != self._rank:
+                Codes(self._scheme, shard, total.device, flat).read(mine, add=True)
+        summed.write(mine, None if self.forgets else mine, draw)
         gathered = yield Gather(summed.flat)
         assert gathered is not None
         in_place = len(parcel.values) == 1 and parcel.dtype == torch.float32

@@ -63,25 +63,32 @@ class Slots:
 
     def named(self) -> Named:
         """Copies of everything that holds."""
-        found: Named = {}
-        for kind, slots in self._now.items():
-            sizes = self._sizes()
-            tensors: dict[str, torch.Tensor] = {}
-            for parcel, values in zip(self._parcels, slots, strict=True):
-                offset = 0
-                for piece in parcel.message.slices:
-                    if piece.tensor not in tensors:
-                        tensors[piece.tensor] = values.new_zeros(sizes[piece.tensor])
-                    tensors[piece.tensor][piece.start : piece.stop] = values[offset : offset + piece.numel]
-                    offset += piece.numel
-            found[kind] = tensors
+        return {kind: self._named(kind) for kind in self._now}
+
+    def give_up(self, kind: str) -> dict[str, torch.Tensor]:
+        """What holds, by parameter name; there is no memory of this kind from now on."""
+        found = self._named(kind)
+        del self._now[kind], self._proposed[kind]
         return found
+
+    def _named(self, kind: str) -> dict[str, torch.Tensor]:
+        sizes, tensors = self._sizes(), dict[str, torch.Tensor]()
+        for parcel, values in zip(self._parcels, self._now[kind], strict=True):
+            offset = 0
+            for piece in parcel.message.slices:
+                if piece.tensor not in tensors:
+                    tensors[piece.tensor] = values.new_zeros(sizes[piece.tensor])
+                tensors[piece.tensor][piece.start : piece.stop] = values[offset : offset + piece.numel]
+                offset += piece.numel
+        return tensors
 
     def check(self, named: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Raise unless these could be loaded."""
         sizes = self._sizes()
         for tensors in named.values():
             for name, values in tensors.items():
+                if not values.is_floating_point() or values.dim() != 1:
+                    raise UsageError(f"what waits of {name!r:.40} is {values.dtype} of {values.dim()} dimensions")
                 if (expected := sizes.get(name, values.numel())) != values.numel():
                     raise UsageError(
                         f"the state was saved for another model: {name!r} had {values.numel()} elements, not {expected}"

@@ -15,7 +15,8 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations, groupby
 from typing import Any, cast
 
@@ -31,9 +32,17 @@ from gradientflow.exchange.groups import backend_for, new_group, store_beside
 from gradientflow.exchange.health import Health
 from gradientflow.exchange.links import Links
 from gradientflow.exchange.staged import Staged, peers_of
-from gradientflow.network import Measurement, Network, Sample
+from gradientflow.network import BY_PATTERN, Carrying, Measurement, Network, Processors, Sample
 from gradientflow.patterns import ALL_REDUCES
 from gradientflow.plan import NATIVE
+from gradientflow.probe.processors import (
+    COUNTED_NBYTES,
+    counted_s,
+    encodings,
+    gathered_s,
+    here,
+    line,
+)
 from gradientflow.probe.stream import Receiver, send
 
 #: 4 B to 64 MiB; in steps of 1.5 and 1.33 where messages of gradients usually are.
@@ -48,8 +57,8 @@ BUDGET_S = 45.0
 ALL_REDUCE_SHARE = 0.4
 #: Patterns' part of the whole, if there are any.
 PATTERNS_SHARE = 0.3
-#: Before the name of a pattern, its all-reduce as an operation.
-BY_PATTERN = "all_reduce by "
+#: Of counting processor seconds, if that is wanted.
+PROCESSORS_SHARE = 0.25
 #: A link's part for each of two streams that tell its rate, and the most one takes.
 STREAM_SHARE, STREAM_S = 0.25, 1.0
 #: A plain stream is given up after this much more: a firewall may swallow it.
@@ -70,6 +79,7 @@ def measure_network(
     address: str | None = None,
     smaller_worlds: bool = False,
     patterns: Sequence[str] = (),
+    processors: bool = False,
 ) -> Network:
     """The all-reduce among all ranks, and messages from rank 0 to every other and between neighbours. Collective.
 
@@ -77,6 +87,8 @@ def measure_network(
 
     With an `address` at which the others can reach this rank, links are also measured by a plain TCP stream, which
     tells a slow link from a slow backend; and all-reduces by the named `patterns` are measured beside the group's own.
+
+    With `processors` also what exchanging takes of those.
 
     Takes about `budget_s` at most; larger sizes that would take longer are left out and listed as skipped. No
     wait is longer than `budget_s + deadline_s`. All ranks return the same.
@@ -89,7 +101,12 @@ def measure_network(
     assert group is not None
     prober = _Prober(group, tuple(sizes), deadline_s + budget_s, address)
     try:
-        return prober.run(budget_s, worlds(prober.world) if smaller_worlds else [prober.world], patterns)
+        processors_s = PROCESSORS_SHARE * budget_s if processors else 0.0
+        sizes_of_worlds = worlds(prober.world) if smaller_worlds else [prober.world]
+        found = prober.run(budget_s - processors_s, sizes_of_worlds, patterns)
+        if not processors:
+            return found
+        return found.model_copy(update={"processors": prober.processors(patterns, processors_s)})
     finally:
         prober.close()
 
@@ -224,6 +241,54 @@ class _Prober:
         everything = [measurement for text in texts for measurement in several.validate_json(text)]
         return Network(backend=self.backend, hosts=self._hosts, measurements=tuple(everything))
 
+    def processors(self, patterns: Sequence[str], budget_s: float) -> Processors | None:
+        """What the all-reduce takes of them on rank 0's machine, if there are other ranks and the system counts it. All
+        ranks get the same."""
+        if self.world == 1:
+            return None
+        machines = self._control.gather(here(), "say which machines they are on")
+        if not all(machines):
+            return None
+        cores, sharing = int(machines[0].split()[1]), machines.count(machines[0])
+        patterns = patterns if all(self.addresses) else ()
+        each_s = budget_s / len(COUNTED_NBYTES) / (1 + len(patterns))
+        buffer = torch.zeros(max(COUNTED_NBYTES) // 4, device=self._device)
+
+        def native(nbytes: int) -> None:
+            self.do(lambda: self.group.allreduce([buffer[: nbytes // 4]]), f"all-reduce {nbytes} bytes")
+
+        carrying = [self._carrying("", native, sharing, each_s)]
+        if patterns:
+            with self._staged(patterns) as run:
+                for name in patterns:
+
+                    def once(nbytes: int, name: str = name) -> None:
+                        run(name, buffer[: nbytes // 4])
+
+                    carrying.append(self._carrying(name, once, sharing, each_s))
+        native(4)  # all at once from here on: what computes gets slower by that, and its memory too
+        # On an accelerator that computes it is no processor's work.
+        gather_s, gather_s_per_byte = gathered_s() if self._device.type == "cpu" else (0.0, 0.0)
+        found = Processors(
+            cores=cores,
+            ranks=sharing,
+            carrying=tuple(carrying),
+            gather_s=gather_s,
+            gather_s_per_byte=gather_s_per_byte,
+            codecs=encodings(self.world) if self._device.type == "cpu" else (),
+        )
+        text = self._control.gather(found.model_dump_json(), "exchange what messages take of processors")[0]
+        return Processors.model_validate_json(text)
+
+    def _carrying(self, pattern: str, once: Callable[[int], None], sharing: int, each_s: float) -> Carrying:
+        points, agree = [], self._agree_in(self.group)
+        for nbytes in COUNTED_NBYTES:
+            once(nbytes)
+            repeats = agree(max(MIN_REPEATS, round(each_s / max(1e-6, _timed(once, nbytes)))))
+            points.append((nbytes, counted_s(partial(once, nbytes), repeats) / repeats / sharing))
+        message_s, byte_s = line(points)
+        return Carrying(pattern=pattern, message_s=message_s, byte_s=byte_s)
+
     def close(self) -> None:
         if self.group is not None:
             self.group.shutdown()
@@ -241,6 +306,20 @@ class _Prober:
 
     def _patterns(self, names: Sequence[str], budget_s: float) -> list[Measurement]:
         """All-reduces over connections of our own."""
+        found = []
+        with self._staged(names) as run:
+            for name in names:
+
+                def once(nbytes: int, name: str = name) -> None:
+                    run(name, self.buffer[: nbytes // 4])
+
+                samples, skipped = self.sweep(once, self._agree_in(self.group), budget_s / len(names))
+                found.append(summarize(f"{BY_PATTERN}{name}", range(self.world), samples, skipped))
+        return found if self.rank == 0 else []
+
+    @contextlib.contextmanager
+    def _staged(self, names: Sequence[str]) -> Iterator[Callable[[str, torch.Tensor], None]]:
+        """Runs a pattern on some values."""
         connections = Links(self.addresses[self.rank], self._control, self.rank, self.limit_s)
         patterns = {name: ALL_REDUCES[name](self.world) for name in names}
         connections.connect({peer for one in patterns.values() for peer in peers_of(one, self.rank)}, num_lanes=1)
@@ -249,20 +328,12 @@ class _Prober:
         def too_long() -> None:
             raise DeadlineError(f"one message by a pattern took longer than {self.limit_s:g} s")
 
-        found = []
         try:
-            for name in names:
-
-                def once(nbytes: int, name: str = name) -> None:
-                    staged.run(name, self.buffer[: nbytes // 4], 0, too_long, self.limit_s)
-
-                samples, skipped = self.sweep(once, self._agree_in(self.group), budget_s / len(names))
-                found.append(summarize(f"{BY_PATTERN}{name}", range(self.world), samples, skipped))
+            yield lambda name, values: staged.run(name, values, 0, too_long, self.limit_s)
         except OSError as error:
             raise PeerError(f"rank {self.members[self.rank]} lost a connection ({error})", ()) from error
         finally:
             staged.close()
-        return found if self.rank == 0 else []
 
     def _agree_in(self, group: Any) -> Callable[[int], int]:
         def agree(number: int) -> int:
@@ -459,9 +530,17 @@ def osu_table(network: Network) -> str:
         for sample in found.samples:
             spread = f"{sample.p10_s * 1e6:15.2f}{sample.p90_s * 1e6:15.2f}{sample.num_samples:11d}"
             lines.append(f"{sample.nbytes:<14d}{sample.median_s * 1e6:18.2f}{spread}")
+    if network.processors:
+        lines += ["", *_in_words(network.processors)]
     if choice := quickest(network):
         lines += ["", f"# quickest all-reduce among {network.world} ranks: {choice}"]
     return "\n".join(lines) + "\n"
+
+
+def _in_words(found: Processors) -> Iterator[str]:
+    yield f"# processors: {found.ranks} ranks share {found.cores} cores; on each rank an all-reduce takes of them"
+    for way in found.carrying:
+        yield f"#   by {way.pattern or NATIVE}: {1e6 * way.message_s:.0f} us, and {1e9 * way.byte_s:.2f} ns a byte"
 
 
 def ways(network: Network) -> Best | None:

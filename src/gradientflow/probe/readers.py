@@ -7,7 +7,6 @@ Sizes of 0 are left out; a size that was run several times is one sample.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gradientflow.documents import describe, read_text
+from gradientflow.documents import MAX_DOCUMENT_NBYTES, describe, parse_data, read_text
 from gradientflow.errors import DocumentError
 from gradientflow.network import Measurement
 from gradientflow.probe.measure import sample_of, summarize
@@ -29,6 +28,8 @@ _NCCL_OPERATIONS = {
     "all_gather_perf": "all_gather",
     "sendrecv_perf": "p2p",
 }
+#: A file that speaks of more is not of a machine there is.
+MOST_RANKS = 10**6
 #: Title of an OSU benchmark, without "OSU MPI" and "Test" -> operation.
 _OSU_OPERATIONS = {
     "Allreduce Latency": "all_reduce",
@@ -41,27 +42,26 @@ _OSU_OPERATIONS = {
 
 def read_nccl_tests(path: str | os.PathLike[str]) -> Measurement:
     """A JSON file written by nccl-tests with `-J`."""
-    text = read_text(path)
+    document = parse_data(read_text(path, MAX_DOCUMENT_NBYTES), str(path), "JSON")
     try:
-        document = json.loads(text)
         program = PurePath(document["args"][0]).name
         config = document["config"]
         # A process lists one device, whatever the number of its threads and GPUs.
         world = len(config["devices"]) * config["nthreads"] * config["ngpus"]
+        if not isinstance(world, int) or not 0 < world <= MOST_RANKS:
+            raise ValueError(f"{world!r:.40} ranks")
         times_s: dict[int, list[float]] = {}
         for row in document["results"]:
             times_s.setdefault(int(row["size"]), []).extend(_nccl_seconds(row))
-    except json.JSONDecodeError as error:
-        raise DocumentError(f"{path}: expected JSON; {error}") from None
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise DocumentError(f"{path}: expected what nccl-tests writes with -J; {error!r}") from None
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
+        raise DocumentError(f"{path}: expected what nccl-tests writes with -J; {error!r:.300}") from None
     operation = _lookup(_NCCL_OPERATIONS, program, path)
     return _measurement(path, operation, 2 if operation == "p2p" else world, times_s)
 
 
 def read_osu(path: str | os.PathLike[str], world: int = 2) -> Measurement:
     """What an OSU benchmark printed, run by `world` processes: its output does not say how many."""
-    text = read_text(path)
+    text = read_text(path, MAX_DOCUMENT_NBYTES)
     titles = re.findall(r"OSU \S+ (.+?) Test", text)
     if len(titles) != 1:
         raise DocumentError(f"{path}: expected the output of one OSU benchmark, found {len(titles)}")

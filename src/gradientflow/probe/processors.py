@@ -1,0 +1,166 @@
+"""What exchanging takes of processors: of an all-reduce, kernel and all, and of codecs.
+
+Where several ranks share cores, as in a lab, an iteration may wait for those and not for the network. The system counts
+seconds of the whole machine, so what it does without us is measured first and taken off; a codec is run by itself, the
+group's answers made up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from gradientflow.compress import CASTS, PARTS, Answer, Codec, Feedback, Gather, Question, Sum, imagined
+from gradientflow.network import Encoding
+from gradientflow.processes import machine_s
+
+#: Of all-reduces whose processor seconds are counted: mostly start-up, and mostly bytes.
+COUNTED_NBYTES = (4096, 2**20)
+#: How long a machine is watched while nothing is done: the system's clock ticks 100 times a second.
+IDLE_S = 0.2
+#: Codecs that are run, as recipes name them.
+CODECS = ("fp16", "bf16", "csc", "topk:sampled", "int8", "powersgd:2")
+#: A message of so many tensors, and one of a single one.
+ENCODED_NBYTES, MANY = 2**21, 32
+ENCODED_REPEATS, SETTLING = 5, 2
+GATHERED_NBYTES = 2**25
+
+
+def here() -> str:
+    """Says which machine this is, and how many cores there are for us; nothing where the system does not."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {len(os.sched_getaffinity(0))}"
+    except (OSError, AttributeError):  # not Linux
+        return ""
+
+
+def counted_s(once: Callable[[], None], repeats: int) -> float:
+    """Processor seconds of the machine in which `once` was done so often, less what it takes while nothing is done."""
+    idle_s, passed_s = _spent(lambda: time.sleep(IDLE_S), 1)
+    spent_s, seconds = _spent(once, repeats)
+    return max(0.0, spent_s - idle_s / passed_s * seconds)
+
+
+def _spent(action: Callable[[], None], repeats: int) -> tuple[float, float]:
+    (before_s, _), start_s = machine_s(), time.perf_counter()
+    for _ in range(repeats):
+        action()
+    return machine_s()[0] - before_s, time.perf_counter() - start_s
+
+
+def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Through two points, neither part below 0: what a message takes, and each of its bytes.
+
+    >>> line([(1000, 2.0), (2000, 3.0)])
+    (1.0, 0.001)
+    """
+    (small, small_s), (large, large_s) = points
+    byte_s = max(0.0, (large_s - small_s) / (large - small))
+    return max(0.0, small_s - byte_s * small), byte_s
+
+
+def gathered_s() -> tuple[float, float]:
+    """Of gradients that are scaled into a pool as backward yields them: for each, and for each of their bytes, where
+    both are too large for caches."""
+    small_s = _gathered_s(MANY * 4, MANY)
+    return small_s / MANY, max(0.0, _gathered_s(GATHERED_NBYTES, 1) - small_s / MANY) / GATHERED_NBYTES
+
+
+def _gathered_s(nbytes: int, num_tensors: int) -> float:
+    """How much longer backward takes with hooks that gather."""
+    numel = nbytes // 4 // num_tensors
+    parameters = [torch.zeros(numel, requires_grad=True) for _ in range(num_tensors)]
+    pool = torch.ones(nbytes // 4)
+    views = [pool[number * numel : (number + 1) * numel] for number in range(num_tensors)]
+    number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+
+    def gather(parameter: torch.Tensor) -> None:
+        view = views[number_of[id(parameter)]]
+        assert parameter.grad is not None
+        torch.mul(parameter.grad, 0.25, out=view)
+        parameter.grad = view
+
+    def backward_s() -> float:
+        times_s = []
+        for _ in range(ENCODED_REPEATS):
+            loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+            start_s = time.thread_time()
+            loss.backward()  # type: ignore[no-untyped-call]
+            times_s.append(time.thread_time() - start_s)
+            for parameter in parameters:
+                parameter.grad = None
+        return min(times_s)
+
+    plain_s = backward_s()
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
+    return max(0.0, backward_s() - plain_s)
+
+
+def encodings(world: int) -> tuple[Encoding, ...]:
+    """Of the codecs that are usual. Takes about a second."""
+    return tuple(encoding(word, world) for word in CODECS)
+
+
+def encoding(word: str, world: int) -> Encoding:
+    """What a codec computes among so many ranks."""
+    one_s, many_s = (_encoded_s(word, number, world) for number in (1, MANY))
+    tensor_s = max(0.0, many_s - one_s) / (MANY - 1)
+    return Encoding(codec=word, byte_s=max(0.0, one_s - tensor_s) / ENCODED_NBYTES, tensor_s=tensor_s)
+
+
+def _encoded_s(word: str, num_tensors: int, world: int) -> float:
+    """A whole step of it: one message of so many square matrices, and what it closes the step with."""
+    name, _, argument = word.partition(":")
+    codec: Codec = CASTS[name](argument) if name in CASTS else PARTS[name](_settled(name, argument), None)
+    numel = ENCODED_NBYTES // 4
+    rows = 2 ** ((numel // num_tensors).bit_length() // 2)
+    parcel = imagined([(rows, numel // num_tensors // rows)] * num_tensors, torch.float32)
+    noise = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    parcel = parcel._replace(values=[noise.clone()])
+    if isinstance(codec, Feedback):
+        codec.lay_out([parcel], 0, world, "")
+        codec.begin({})
+    times_s = []
+    with torch.no_grad():
+        for _ in range(SETTLING + ENCODED_REPEATS):
+            parcel.values[0].copy_(noise)
+            start_s = time.thread_time()
+            _converse(codec.converse(parcel), world)
+            if isinstance(codec, Feedback):
+                _converse(codec.close(), world)
+                codec.settle()
+                codec.begin({})
+            times_s.append(time.thread_time() - start_s)
+    return min(times_s[SETTLING:])
+
+
+def _settled(name: str, argument: str) -> str:
+    """Without warm-up, for all messages."""
+    return ":".join(word for word in (argument, "warmup=0", "always") if word)
+
+
+def _converse(conversation: object, world: int) -> None:
+    """With a group in which everybody has what this rank has."""
+    question: Question | None
+    answer: Answer = None
+    while True:
+        try:
+            question = conversation.send(answer)  # type: ignore[attr-defined]
+        except StopIteration:
+            return
+        assert question is not None
+        answer = _answer(question, world)
+
+
+def _answer(question: Question, world: int) -> Answer:
+    if isinstance(question, Sum):
+        return None
+    if isinstance(question, Gather):
+        return [question.tensor] * world
+    mine = torch.cat(list(question.outgoing))
+    return [mine.new_zeros(numel) if numel > len(mine) else mine[:numel] for numel in question.incoming]
