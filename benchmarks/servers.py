@@ -7,7 +7,7 @@
 
 speed: one server on loopback and on one core, two workers that push a model again and again, in plain mode, with keys
     of the job's and with key files. Bytes that it received and summed, over the CPU seconds of its process, all threads
-    and the kernel's part; once with sums sent back, once without. And its memory, from the first steps to the last.
+    and the kernel's part; it sends the sums back, too. And its memory, from the first steps to the last.
 kills: real training of a model whose gradients are whole numbers, through two servers that are killed at random moments
     and started anew by their keepers. Every weight is checked after every step.
 strangers: the same training, without kills, while frames that are none, halves, too long, of another version, repeated,
@@ -33,7 +33,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,12 @@ from torch import nn
 import gradientflow as gf
 from gradientflow.bench.bakeoff import this_machine
 from gradientflow.compress import Sum
-from gradientflow.exchange.server.blocks import Blocks
-from gradientflow.exchange.server.channel import Channel
 from gradientflow.exchange.server.client import Client, Errand
 from gradientflow.exchange.server.directory import StoreDirectory, store_of_job
 from gradientflow.exchange.server.keys import Invitation, KeyFiles, Lock, open_for
-from gradientflow.exchange.server.ledger import Ledger
-from gradientflow.exchange.server.placement import cut, partition_nbytes
-from gradientflow.exchange.server.service import Service, bytes_of, keep_freed_memory, prepare, send
-from gradientflow.exchange.server.window import CREDIT_NBYTES
-from gradientflow.exchange.server.wire import MAX_NBYTES, Header, Key, Kind, Name, pack_hello, read_names
+from gradientflow.exchange.server.placement import partition_nbytes
+from gradientflow.exchange.server.service import Service, keep_freed_memory, send
+from gradientflow.exchange.server.wire import MAX_NBYTES, Header, Key, Kind, pack_hello
 from gradientflow.lab import Lab
 from gradientflow.processes import die_with_parent
 
@@ -84,15 +79,7 @@ class OneServer:
 # - Speed
 
 
-class KeepsSums(Ledger):
-    """Sends none of them back."""
-
-    def _complete(self, space: Any, name: Any, entry: Any) -> None:
-        entry.missing = set()
-        super()._complete(space, name, entry)
-
-
-def serve(mode: str, one_way: bool, keys: str, told: Any, asked: Any) -> None:
+def serve(mode: str, keys: str, told: Any, asked: Any) -> None:
     """A server that says what it has summed, in which CPU seconds, and what it holds, whenever it is asked."""
     die_with_parent()
     os.sched_setaffinity(0, {0})
@@ -100,8 +87,6 @@ def serve(mode: str, one_way: bool, keys: str, told: Any, asked: Any) -> None:
     keep_freed_memory()
     files = KeyFiles.read(Path(keys)) if mode == "files" else None
     service = Service(LOOPBACK, Lock(mode, files))
-    if one_way:
-        service.ledger = KeepsSums(service.ledger.limit_nbytes)
     service.start()
     told.send(service.invitation.model_dump_json())
     while asked.recv():
@@ -111,62 +96,6 @@ def serve(mode: str, one_way: bool, keys: str, told: Any, asked: Any) -> None:
 
 def resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def push_one_way(rank: int, invitation: str, keys: str, numel: int, steps: int, done: Any) -> None:
-    """Shares, and no sums come back."""
-    die_with_parent()
-    os.sched_setaffinity(0, set(range(1, os.cpu_count() or 1)) or {0})
-    context = zmq.Context()
-    line = context.socket(zmq.DEALER)
-    prepare(line)
-    found = Invitation.model_validate_json(invitation)
-    open_for(line, found, KeyFiles.read(Path(keys)) if found.mode == "files" else None)
-    line.connect(found.endpoint)
-    hello = pack_hello(2, [])
-    send(line, Header(Kind.HELLO, 1, rank=rank, nbytes=len(hello)), hello)
-    pieces = cut(numel, 4, partition_nbytes(4 * numel, 1))
-    values = torch.ones(numel)
-    shares = (
-        (Header(Kind.PUSH, 1, Key(1, 0, 0, number), seq, dtype=torch.float32, nbytes=4 * (stop - start)), start, stop)
-        for seq in range(1, steps + 1)
-        for number, (start, stop) in enumerate(pieces)
-    )
-    push = push_by_channel(line, found.address) if found.mode == "plain" else push_by_line(line)
-    next(push)
-    for header, start, stop in shares:
-        push.send((header, values[start:stop]))
-        done.value = header.seq
-    time.sleep(3 * REPORT_S)
-    push.close()
-    context.destroy(linger=0)
-
-
-def push_by_line(line: zmq.Socket[bytes]) -> Generator[None, tuple[Header, torch.Tensor], None]:
-    flying: dict[Name, int] = {}
-    while True:
-        header, values = yield
-        send(line, header, values)
-        flying[Name(header.key, header.seq)] = header.nbytes
-        while sum(flying.values()) > CREDIT_NBYTES - header.nbytes:
-            head, *rest = line.recv_multipart()
-            answer = Header.read(memoryview(head), sum(map(len, rest)))
-            for name in read_names(memoryview(rest[0])) if answer.kind is Kind.TAKEN else ():
-                del flying[name]
-
-
-def push_by_channel(line: zmq.Socket[bytes], address: str) -> Generator[None, tuple[Header, torch.Tensor], None]:
-    channel, poller = Channel.call(address, memoryview(_offer_to(line)), Blocks()), zmq.Poller()
-    try:
-        while True:
-            header, values = yield
-            channel.send(header, bytes_of(values))
-            while not channel.has_room:
-                channel.watch(poller)
-                poller.poll()
-                channel.push()
-    finally:
-        channel.close(poller)
 
 
 def push_for_ever(rank: int, invitation: str, keys: str, numel: int, steps: int, done: Any) -> None:
@@ -210,12 +139,11 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         keys = str(Path(directory) / "keys")
         KeyFiles.write_new(Path(keys))
-        for mode, one_way in (("plain", False), ("plain", True), ("job", True), ("files", True), ("files", False)):
+        for mode in ("plain", "job", "files"):
             steps = arguments.steps if mode == "plain" else max(20, arguments.steps // 5)
-            name = mode + (", sums kept" if one_way else ", sums sent back")
-            row = rows[name] = _speed_of(mode, one_way, keys, arguments.megabytes * 250_000, steps)
+            row = rows[mode] = _speed_of(mode, keys, arguments.megabytes * 250_000, steps)
             print(
-                f"{name:22} {row['gb_per_cpu_s']:.2f} GB/s a core ({row['low']:.2f} to {row['high']:.2f}); a model of "
+                f"{mode:5} {row['gb_per_cpu_s']:.2f} GB/s a core ({row['low']:.2f} to {row['high']:.2f}); a model of "
                 f"{arguments.megabytes} MB takes {row['resident_first_mb']:.0f} MB after 5 % of {steps} steps, "
                 f"{row['resident_last_mb']:.0f} MB at the end, {row['resident_most_mb']:.0f} MB at most",
                 flush=True,
@@ -223,19 +151,17 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-def _speed_of(mode: str, one_way: bool, keys: str, numel: int, steps: int) -> dict[str, float]:
+def _speed_of(mode: str, keys: str, numel: int, steps: int) -> dict[str, float]:
     context = mp.get_context("spawn")
     (told, tell), (asked, ask) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-    server = context.Process(target=serve, args=(mode, one_way, keys, tell, asked))
+    server = context.Process(target=serve, args=(mode, keys, tell, asked))
     server.start()
     invitation = told.recv()
     ask.send(True)
     empty_nbytes = told.recv()[2]
     dones = [context.Value("q", 0, lock=False) for _ in range(2)]
     workers = [
-        context.Process(
-            target=push_one_way if one_way else push_for_ever, args=(rank, invitation, keys, numel, steps, dones[rank])
-        )
+        context.Process(target=push_for_ever, args=(rank, invitation, keys, numel, steps, dones[rank]))
         for rank in range(2)
     ]
     for worker in workers:

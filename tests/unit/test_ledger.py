@@ -101,6 +101,57 @@ def test_two_sums_of_a_key_at_most():
     assert workers.results_of(b"1") == [[3.0], [11.0]]
 
 
+def test_to_push_for_the_next_sum_is_to_have_this_one():
+    """What is said on two ways comes in any order: a share may overtake the word that the sum before has come."""
+    workers = Workers(2)
+    workers.push(0, 1.0)
+    workers.push(1, 2.0)
+    for seq in (2, 3):
+        for rank in range(2):
+            workers.push(rank, 5.0, seq=seq)
+        assert workers.ledger.held_nbytes == 4
+    workers.got(0)  # at last, of the first
+    assert workers.results_of(b"0") == [[3.0], [10.0], [10.0]]
+
+
+def test_who_runs_ahead_fills_no_memory():
+    workers = Workers(2)
+    workers.push(0, 1.0)
+    for seq in range(2, 50):
+        with pytest.raises(Refused, match="ahead"):
+            workers.push(0, 1.0, seq=seq)  # of the one before, rank 1 has given nothing
+    assert workers.ledger.held_nbytes == 4
+    workers.push(1, 2.0)
+    workers.push(0, 1.0, seq=2)
+    assert workers.ledger.held_nbytes == 8
+    relay = Key(1, 1, 0, 0)
+    workers.say(b"0", header(Kind.RELAY, relay, nbytes=4, rank=1), payload(4.0))
+    with pytest.raises(Refused, match="ahead"):
+        workers.say(b"0", header(Kind.RELAY, relay, 2, nbytes=4, rank=1), payload(4.0))
+
+
+def test_who_fetches_nothing_fills_no_memory():
+    ledger = Workers(2).ledger
+    for who in (b"0", b"1"):
+        ledger.take(who, header(Kind.PUSH, nbytes=4), payload(1.0), 0.0)
+    with pytest.raises(Refused, match="ahead"):
+        ledger.take(b"0", header(Kind.PUSH, seq=2, nbytes=4), payload(1.0), 0.0)
+    assert ledger.held_nbytes == 4
+
+
+def test_who_comes_back_with_a_sum_is_not_ahead():
+    """Its word that it has it was lost with the connection."""
+    workers = Workers(2)
+    for rank in range(2):
+        workers.push(rank, 1.0)
+    workers.got(1)
+    workers.hello(0, b"again", [Name(KEY, 1)])
+    assert workers.ledger.held_nbytes == 0
+    workers.say(b"again", header(Kind.PUSH, seq=2, nbytes=4), payload(2.0))
+    workers.push(1, 2.0, seq=2)
+    assert workers.results_of(b"again") == [[4.0]]
+
+
 def test_a_relay_reaches_whom_it_is_for_and_its_sender_hears_of_it():
     workers = Workers(3)
     said = header(Kind.RELAY, nbytes=4, rank=2)
@@ -129,16 +180,16 @@ def test_who_comes_back_gets_what_it_missed():
 
 def test_results_wait_for_room_and_a_share_that_needs_no_receipt_gets_none():
     ledger, room = Workers(2).ledger, {b"0": 0, b"1": 2}
-    for seq in (1, 2):
+    for key in (KEY, Key(1, 1, 0, 0)):
         for who in (b"0", b"1"):
-            assert not list(ledger.take(who, header(Kind.PUSH, seq=seq, nbytes=4), payload(1.0), 0.0, receipt=False))
+            assert not list(ledger.take(who, header(Kind.PUSH, key, nbytes=4), payload(1.0), 0.0, receipt=False))
     assert not ledger.owes_receipts
     found = []
     for outgoing in ledger.results(lambda who: room[who] > 0):
         room[outgoing.identity] -= 1
         ledger.sent(outgoing)
-        found.append((outgoing.identity, outgoing.header.seq))
-    assert found == [(b"1", 1), (b"1", 2)]
+        found.append((outgoing.identity, outgoing.header.key.message))
+    assert found == [(b"1", 0), (b"1", 1)]
     assert ledger.held_nbytes == 8  # until they say that they have it
     assert [outgoing.identity for outgoing in ledger.results()] == [b"0", b"0"]
 

@@ -34,7 +34,7 @@ class Cost(Protocol):
 
     @property
     def host_s(self) -> float:
-        """What each message costs the training thread, by itself or by what lanes take from it."""
+        """What each message takes of processors, so far as those may be missing elsewhere."""
 
     def seconds(self, nbytes: float) -> float:
         """From handing over a message of `nbytes` to having its result, alone on the network."""

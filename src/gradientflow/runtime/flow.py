@@ -300,7 +300,12 @@ class GradientFlow(Flow):
             times["backward_s"] = max(0.0, at_s - previous_s)
             tensors.append(TensorProfile.of(name, self._parameters[name]).model_copy(update=times))
             previous_s = at_s
-        return Profile(tensors=tuple(tensors))
+        found = Profile(tensors=tuple(tensors))
+        busy = self._observer.busy if self._observer and self._device().type == "cpu" else 0.0
+        return found.model_copy(update={"cpu_s": busy * (found.forward_s + found.backward_s)})
+
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
 
     @property
     def alike(self) -> bool:

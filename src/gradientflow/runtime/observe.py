@@ -37,6 +37,9 @@ class ForwardObserver:
         self._opaque: set[str] = set()
         #: Seconds by parameter in the last observed forward pass, keys in the order of use.
         self.seconds: dict[str, float] = {}
+        #: Processors that it kept busy, on average: more than one by several threads, none if an accelerator computes.
+        self.busy = 0.0
+        self._began_s = self._began_cpu_s = 0.0
         #: By parameter, the module before whose forward pass it has to be there, because that may use it unseen.
         self.doors: dict[str, nn.Module] = {}
 
@@ -51,12 +54,14 @@ class ForwardObserver:
             self._recording = {name for name in self._parameters if name not in self._opaque}
             for name in self._recording:
                 make_pending(self._parameters[name], functools.partial(self._use, name))
-        self._used, self._entered = {}, {self._model: time.perf_counter()}
+        self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
+        self._used, self._entered = {}, {self._model: self._began_s}
 
     def end_of_forward(self) -> None:
         if not self._entered:
             return
         end_s = time.perf_counter()
+        self.busy = (time.process_time() - self._began_cpu_s) / max(end_s - self._began_s, 1e-9)
         self.close()
         self._remaining -= 1
         nearest = {name: next(m for m in self._around(name) if m in self._entered) for name in self._parameters}

@@ -419,9 +419,6 @@ class PooledFlow(GradientFlow):
             self._cost = measure_paying(exchange, new_codec, self._cost, device, self._step)
         return price
 
-    def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
-
     # - A step
 
     def _arrival_hook(self, index: int, parameter: nn.Parameter) -> ArrivalHook:

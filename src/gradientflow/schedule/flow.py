@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from gradientflow.cost.evaluate import Evaluation, Job, Stages, evaluate, limit_s, startup_and_wire_s
+from gradientflow.cost.evaluate import Evaluation, Job, Stages, evaluate, host_s, limit_s, startup_and_wire_s
 from gradientflow.cost.table import Cost, Steps
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
@@ -55,7 +55,7 @@ def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True
         return bsp(profile).model_copy(update={"schedule": "flow"})
     board = Board(profile)
     cases = [Case(board, moments, link) for moments, link in times(profile, gated, stages)]
-    judge = _Judge(board, cases, cost, num_lanes)
+    judge = _Judge(board, cases, cost, num_lanes, host_s(profile, cost))
     merged, *joined = merges(profile, cost, (math.inf, *MARGINS))
     named = [judge.calmly(board.ranges(plan)) for plan in _named(profile, cost, num_lanes, merged).values()]
     own = [judge.calmly(board.ranges(plan)) for plan in joined]
@@ -107,6 +107,7 @@ class _Judge:
     cases: list[Case]
     cost: Cost
     num_lanes: int
+    host_s: float
 
     def calmly(self, ranges: tuple[Range, ...]) -> _Judged:
         return _Judged(ranges, self._iterations_s(ranges, self.cases[:1])[0])
@@ -128,13 +129,13 @@ class _Judge:
         spans = [(pool, *axes[pool].tensors_of(start, stop)) for pool, start, stop in ranges]
         messages = list(zip(sizes, costs_s, spans, strict=True))
         found = []
-        host_s = self.cost.host_s * len(ranges)
+        taken_s = self.host_s * len(ranges)
         for case in cases:
             jobs = [
                 Job(number % self.num_lanes, nbytes, case.ready_s[pool][last], case.link * start_s, case.link * wire_s)
                 for number, (nbytes, (start_s, wire_s), (pool, _, last)) in enumerate(messages)
             ]
-            found.append(host_s + case.moments.iteration_s(jobs, [case.follows_s(*span) for span in spans]))
+            found.append(taken_s + case.moments.iteration_s(jobs, [case.follows_s(*span) for span in spans]))
         return found
 
 

@@ -5,8 +5,9 @@ when. Invariants:
 
 - a share counts once, however often it comes: who has contributed is remembered until the sum is settled, and then that
   it is settled;
-- a sum is settled when every worker has said that it has it. So at any time a server holds at most two sums of a key,
-  the one that some worker still fetches and the one that others push for already: twice the model;
+- a sum is settled when every worker has said that it has it, or pushes for the next one of the same key. Who pushes for
+  that without having been sent this one is refused. So at any time a server holds at most two sums of a key, the one
+  that some worker still fetches and the one that others push for already: twice the model, whatever workers do;
 - nothing in here is worth saving. A server that is started anew asks workers for the sums that some of them have, and
   gets shares of the others once more ([Note: a lost server] in client.py).
 """
@@ -82,6 +83,8 @@ class _Space:
         self.number, self.world = number, world
         self.members: dict[int, _Member] = {}
         self.entries: dict[Name, _Entry] = {}
+        #: Of those entries, by key: few.
+        self.seqs: dict[Key, set[int]] = {}
         #: The newest that is over, by key.
         self.settled: dict[Key, int] = {}
         self.epoch = 0  # which all members have reached
@@ -217,8 +220,10 @@ class Ledger:
         self._who[identity] = space, header.rank
         said = [Outgoing(identity, header._replace(kind=Kind.WELCOME, nbytes=0))]
         member.holds = {holding.key: holding.seq for holding in holdings}
-        for name, entry in space.entries.items():
-            if entry.complete and header.rank in entry.missing:
+        for name, entry in list(space.entries.items()):
+            if entry.header.rank == EVERYONE and name.seq <= member.holds.get(name.key, -1):
+                said += self._got(space, header.rank, name)
+            elif entry.complete and header.rank in entry.missing:
                 member.results.add(name, entry.header.urgency, entry.header.nbytes, entry)
             said += self._ask_for(space, entry)
         return said
@@ -232,6 +237,7 @@ class Ledger:
             self.refusals["repeated"] += 1
             passed = Outgoing(member.identity, header._replace(kind=Kind.PASSED, nbytes=0))
             return [passed] if over and header.kind is Kind.RELAY else []
+        said = self._has_older(space, rank, header)
         if entry is None:
             entry = self._new_entry(space, rank, header)
         elif entry.header.dtype is not header.dtype or entry.header.nbytes != header.nbytes:
@@ -245,7 +251,18 @@ class Ledger:
             entry.header = entry.header._replace(urgency=min(entry.header.urgency, header.urgency))
             if len(entry.given) == (1 if header.kind is Kind.RELAY else space.world):
                 self._complete(space, name, entry)
-        return self._ask_for(space, entry)
+        return said + self._ask_for(space, entry)
+
+    def _has_older(self, space: _Space, rank: int, header: Header) -> list[Outgoing]:
+        """Of a worker that pushes: it has the sums before this one. If it cannot have them, it would fill the memory
+        here with shares that nobody adds up."""
+        older = [Name(header.key, seq) for seq in space.seqs.get(header.key, ()) if seq < header.seq]
+        for name in older:
+            entry = space.entries[name]
+            is_open = not entry.complete or entry.header.rank != EVERYONE  # who relays hears when it is over
+            if (is_open and rank in entry.given) or space.members[rank].results.waits(name):
+                raise Refused("ahead")
+        return [said for name in older for said in self._got(space, rank, name)]
 
     def _new_entry(self, space: _Space, rank: int, header: Header) -> _Entry:
         if self.held_nbytes + header.nbytes > self.limit_nbytes:
@@ -259,6 +276,7 @@ class Ledger:
         else:
             entry = _Entry(header._replace(kind=Kind.RESULT, rank=EVERYONE), missing=everyone)
         space.entries[Name(header.key, header.seq)] = entry
+        space.seqs.setdefault(header.key, set()).add(header.seq)
         self.held_nbytes += header.nbytes
         return entry
 
@@ -332,6 +350,9 @@ class Ledger:
 
     def _forget(self, space: _Space, name: Name) -> None:
         self.held_nbytes -= space.entries.pop(name).header.nbytes
+        space.seqs[name.key].discard(name.seq)
+        if not space.seqs[name.key]:
+            del space.seqs[name.key]
 
     def _drop_old_epochs(self, space: _Space) -> None:
         """Who pushes for a plan has everything of the plans before it."""

@@ -185,6 +185,8 @@ class Service:
         match str(refused):
             case "memory":
                 return f"it may hold {self.ledger.limit_nbytes} bytes, which is too little"
+            case "ahead":
+                return "it got a share of a sum although this worker had not been sent the one before"
             case "samples":
                 return "some workers count their samples and some do not: call count() on all of them, or on none"
             case _:

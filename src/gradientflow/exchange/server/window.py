@@ -61,6 +61,10 @@ class Window(Generic[Name, Thing]):
         self.waiting_nbytes -= nbytes
         return thing
 
+    def waits(self, name: Name) -> bool:
+        """Whether it is still to be sent."""
+        return name in self._names and name not in self._flying
+
     def arrived(self, name: Name) -> None:
         """Or will, whatever follows it. It need not be one of ours: peers may say so twice."""
         if name in self._flying:
