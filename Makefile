@@ -6,7 +6,7 @@ READY  := $(VENV)/.installed
 # Libraries that gradientflow works with, beside it and not among what it is developed with.
 BESIDE := .venv-integrations
 
-.PHONY: run test test-fast test-integrations docs check format install bench chaos clean
+.PHONY: run test test-fast test-integrations test-failed docs check format install bench chaos clean
 
 run: $(READY)
 	$(BIN)/gradientflow demo
@@ -20,6 +20,10 @@ test-fast: $(READY)
 # Lightning, Accelerate, transformers, Ray, clusters, the GPT example, the wheel and the site.
 test-integrations: $(BESIDE)/.installed
 	$(BESIDE)/bin/python -m pytest -n 2 --dist loadfile tests/integrations
+
+# What has failed last, one by one: tests of processes that share a machine with others can be too late.
+test-failed: $(BESIDE)/.installed
+	$(BESIDE)/bin/python -m pytest --last-failed --last-failed-no-failures none
 
 docs: $(BESIDE)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BESIDE)/bin/mkdocs build --strict
@@ -36,7 +40,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 
-# Faults on purpose: about half an hour, FULL=1 five times as many. SEED=1 draws others.
+# Faults on purpose: about half an hour. FULL=1 makes two and a half to five times as many, SEED=1 draws others.
 chaos: $(READY)
 	$(BIN)/python benchmarks/chaos.py --times $(if $(FULL),full,usual) --seed $(or $(SEED),0) --out chaos.json
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -60,6 +62,22 @@ def test_too_many_strangers_are_sent_away(server: socket.socket, monkeypatch: py
             assert found.next_within(0.2) is None
             assert first.recv(1) == b""
             stack.enter_context(call(server, WORDS))
+            caller = found.next_within(20.0)
+            assert caller is not None
+            caller[0].close()
+
+
+def test_without_descriptors_callers_are_sent_away(server: socket.socket) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Callers(server, len(WORDS), WORDS.__eq__) as found, call(server, b"") as stranger, ExitStack() as stack:
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        assert found.next_within(0.1) is None
+        assert found.num_refused == 1 and stranger.recv(1) == b""
+        stack.close()
+        with call(server, WORDS):
             caller = found.next_within(20.0)
             assert caller is not None
             caller[0].close()

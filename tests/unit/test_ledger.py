@@ -139,6 +139,60 @@ def test_who_fetches_nothing_fills_no_memory():
     assert ledger.held_nbytes == 4
 
 
+def test_what_was_not_sent_has_not_come():
+    """Who says so would have its results forgotten here and kept for sending, as many as it likes."""
+    ledger = Workers(1).ledger
+    ledger.take(b"0", header(Kind.PUSH, nbytes=4), payload(1.0), 0.0)
+    words = pack_names([Name(KEY, 1)])
+    ledger.take(b"0", Header(Kind.GOT, SPACE, nbytes=len(words)), memoryview(words), 0.0)
+    assert ledger.held_nbytes == 4
+    with pytest.raises(Refused, match="ahead"):
+        ledger.take(b"0", header(Kind.PUSH, seq=2, nbytes=4), payload(1.0), 0.0)
+
+
+def test_results_of_plans_that_are_over_are_not_sent_any_more():
+    ledger = Workers(1).ledger
+    for epoch in range(1, 9):
+        ledger.take(b"0", header(Kind.PUSH, Key(epoch, 0, 0, 0), nbytes=4), payload(1.0), 0.0)
+    assert ledger.held_nbytes == 4
+    assert [outgoing.header.key.epoch for outgoing in ledger.results()] == [8]
+
+
+def test_shares_that_were_overtaken_count_for_nothing():
+    workers = Workers(2)
+    for seq in range(50, 0, -1):
+        workers.push(0, 1.0, seq=seq)
+    assert workers.ledger.held_nbytes == 4 and workers.ledger.refusals["repeated"] == 49
+
+
+def test_what_is_refused_changes_nothing():
+    workers = Workers(2, Ledger(6))
+    for rank in range(2):
+        workers.push(rank, 1.0)
+    workers.got(1)
+    with pytest.raises(Refused, match="memory"):
+        workers.push(0, 1.0, 2.0, seq=2)
+    assert workers.ledger.held_nbytes == 4  # it may still be asked for
+
+
+def test_names_without_bytes_are_too_many_some_day(monkeypatch):
+    monkeypatch.setattr("gradientflow.exchange.server.ledger.MAX_NAMES", 10)
+    workers = Workers(2)
+    for number in range(10):
+        workers.push(0, key=Key(1, number, 0, 0))
+    with pytest.raises(Refused, match="memory"):
+        workers.push(0, key=Key(1, 10, 0, 0))
+    with pytest.raises(Refused, match="names"):
+        workers.hello(1, b"again", [Name(KEY, seq) for seq in range(11)])
+
+
+def test_a_worker_is_of_one_space():
+    workers = Workers(2)
+    words = pack_hello(2, [])
+    with pytest.raises(Refused, match="somebody else"):
+        workers.say(b"0", Header(Kind.HELLO, SPACE + 1, rank=0, nbytes=len(words)), memoryview(bytearray(words)))
+
+
 def test_who_comes_back_with_a_sum_is_not_ahead():
     """Its word that it has it was lost with the connection."""
     workers = Workers(2)

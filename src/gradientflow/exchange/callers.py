@@ -6,6 +6,7 @@ time, and if there are too many, the one that has been listened to longest is se
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -28,6 +29,8 @@ class Callers:
         self._poll.register(server, select.EPOLLIN)
         #: Who was sent away or has hung up, having said nothing or something else.
         self.num_refused = 0
+        #: Given up for a moment when there are no more, so that who calls can be sent away.
+        self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def __enter__(self) -> Self:
         return self
@@ -37,6 +40,7 @@ class Callers:
             connection.close()
         self._listened_to.clear()
         self._poll.close()
+        os.close(self._spare)
 
     def __len__(self) -> int:
         """Who is listened to."""
@@ -63,6 +67,9 @@ class Callers:
             connection, _ = self._server.accept()
         except (BlockingIOError, ConnectionError):  # it has hung up meanwhile
             return -1
+        except OSError:  # no descriptors are left
+            self._send_one_away()
+            return -1
         connection.setblocking(False)
         if len(self._listened_to) == MOST_LISTENED_TO:
             self._dismiss(next(iter(self._listened_to))).close()
@@ -70,6 +77,17 @@ class Callers:
         self._listened_to[connection.fileno()] = connection, bytearray()
         self._poll.register(connection, select.EPOLLIN)
         return connection.fileno()
+
+    def _send_one_away(self) -> None:
+        """Who calls is there until it is accepted, and would be noticed again at once."""
+        self.num_refused += 1
+        os.close(self._spare)
+        try:
+            self._server.accept()[0].close()
+        except OSError:
+            pass
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def _listen(self, number: int) -> tuple[socket.socket, bytes] | None:
         if number not in self._listened_to:

@@ -158,6 +158,20 @@ class Lab:
         finally:
             run_all([Batch(switch, "ip", [f"link set {_port(host)} up"])])
 
+    def reshape(self, rate: float) -> None:
+        """From now on all hosts have this rate, in bits per second. Of a lab that is shaped; packets in queues stay."""
+        if any(host.rate is None for host in self.hosts) or self.latency_s:
+            raise UsageError(f"{self.name} has links without a rate, or with latency: make a new lab")
+        check_range(rate)
+        num_hosts = len(self.hosts)
+        change = f"qdisc change dev {{}} root handle 1: {Bucket.of(rate, num_hosts)}"
+        switch = self._entrance(f"/proc/{self._warden_alive()}/ns/net")
+        ports = Batch(switch, "tc", [change.format(_port(number)) for number in range(num_hosts)])
+        inside = [Batch(self._entrance(host.namespace), "tc", [change.format(host.interface)]) for host in self.hosts]
+        run_all([ports, *inside])
+        self.rate = rate
+        self.hosts = tuple(host._replace(rate=rate) for host in self.hosts)
+
     # - Its end
 
     def down(self) -> None:

@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 
 #: Blocks of about one size are one size.
 STEP_NBYTES = 64 * 1024
-#: References to a block that nobody uses: its deque, the variable that it is looked at through, `getrefcount`'s own.
-_FREE = 3
+
+
+def _references(blocks: deque[NDArray[np.uint8]]) -> int:
+    """To the newest of the blocks."""
+    return sys.getrefcount(blocks[-1])
+
+
+#: To one that nobody uses. How many there are while one counts is the interpreter's affair.
+_FREE = _references(deque([np.empty(0, dtype=np.uint8)]))
 
 
 class Blocks:
@@ -36,9 +43,8 @@ class Blocks:
         blocks = self._by_size.setdefault(size, deque())
         for _ in range(len(blocks)):
             blocks.rotate(-1)
-            block = blocks[-1]
-            if sys.getrefcount(block) == _FREE:
-                return block.data[:nbytes]
+            if _references(blocks) == _FREE:
+                return blocks[-1].data[:nbytes]
         self._drop_free(size)
         block = np.empty(size, dtype=np.uint8)
         blocks.append(block)
@@ -51,6 +57,5 @@ class Blocks:
                 if nbytes <= 0:
                     return
                 blocks.rotate(-1)
-                block = blocks[-1]
-                if sys.getrefcount(block) == _FREE:
+                if _references(blocks) == _FREE:
                     nbytes -= blocks.pop().nbytes

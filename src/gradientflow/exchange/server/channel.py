@@ -33,6 +33,11 @@ from gradientflow.exchange.server.wire import HEADER_NBYTES, Header, Refused
 SOCKET_NBYTES = 2**20
 #: Less goes through libzmq, and is copied: to keep track of it takes longer.
 LARGE_NBYTES = 64 * 1024
+#: Received of one connection before others have their turn.
+TURN_NBYTES = 4 * 2**20
+#: A host that vanished without a word is given up after so long, on either way; one that is cut off for less goes on.
+HEARTBEAT_S = 5
+SILENT_S = 20
 #: Wake up for no less, while more than that is to come.
 GULP_NBYTES = 512 * 1024
 TOKEN_NBYTES = 16
@@ -50,6 +55,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Not of what is received: the system would no longer make more room for what is waited for by SO_RCVLOWAT.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_NBYTES)
+        _notice_silence(connection)
         self._socket, self._blocks = connection, blocks
         self._outgoing: deque[memoryview] = deque([memoryview(token)] if token else [])
         #: Whether the other end can be sent something.
@@ -123,7 +129,8 @@ class Channel:
     def pull(self) -> Iterator[tuple[Header, memoryview]]:
         """What has come without waiting. Raises `OSError`, or `Refused` at what cannot be one of ours; nothing that
         follows would be."""
-        while True:
+        total = 0
+        while total < TURN_NBYTES:
             # The next head along with the end of a body.
             rooms = [self._rest] if self._header is None else [self._rest, self._head]
             try:
@@ -132,6 +139,7 @@ class Channel:
                 return
             if not found:
                 raise ConnectionResetError("the other side closed the connection")
+            total += found
             is_all = found == sum(map(len, rooms))
             while found:
                 taken = min(found, len(self._rest))
@@ -166,6 +174,14 @@ class Channel:
         if self._watched:
             poller.unregister(self.fileno())
         self._socket.close()
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, HEARTBEAT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, HEARTBEAT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // HEARTBEAT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 
 def offer(port: int, token: bytes) -> bytes:

@@ -38,8 +38,10 @@ from gradientflow.exchange.server.placement import cut
 from gradientflow.exchange.server.window import RECEIPT_S, Receipts, Window, abreast
 from gradientflow.exchange.server.wire import EVERYONE, Header, Key, Kind, Name, pack_hello, pack_names, read_names
 
-#: Pieces of one pair of ranks in one question.
+#: Pieces of one pair of ranks in one question. They are numbered above those of any sum: a message's next question may
+#: be of the other kind, and servers know a piece by its number.
 _MAX_PIECES = 4096
+_FIRST_RELAY = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +321,7 @@ class Client:
             flat = _as_reals(values)
             if not flat.numel():
                 continue
-            first = (source * (self._world + 1) + 1 + to) * _MAX_PIECES
+            first = _FIRST_RELAY + (source * (self._world + 1) + 1 + to) * _MAX_PIECES
             for number, (start, stop) in enumerate(cut(flat.numel(), flat.itemsize, errand.nbytes)):
                 key = Key(errand.epoch, errand.message, talk.round, first + number)
                 slot = errand.home[(source + 1 + to + number) % len(errand.home)]
@@ -393,7 +395,7 @@ class Client:
                     del server.held[key]
         if piece is not None:
             self._arrive(piece, payload)
-        elif header.seq > self._used.get(header.key, -1):
+        elif header.seq > self._used.get(header.key, -1) and not 0 < header.key.epoch < self._epoch:
             self._early[name] = payload
 
     # - Connections

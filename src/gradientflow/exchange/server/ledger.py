@@ -15,7 +15,7 @@ when. Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ SMALL_NBYTES = 16 * 1024
 GONE_S = 3.0
 MAX_WORLD = 4096
 MAX_SPACES = 1024
+#: Of sums and relays that there are or were, by name: what it takes to remember one is not in its bytes.
+MAX_NAMES = 2**20
 
 
 class Outgoing(NamedTuple):
@@ -88,6 +90,11 @@ class _Space:
         #: The newest that is over, by key.
         self.settled: dict[Key, int] = {}
         self.epoch = 0  # which all members have reached
+
+    def near(self, name: Name, *, newer: bool) -> dict[Name, _Entry]:
+        """Entries of the same key that come after it, or before."""
+        found = (Name(name.key, seq) for seq in self.seqs.get(name.key, ()) if seq != name.seq)
+        return {other: self.entries[other] for other in found if (other.seq > name.seq) is newer}
 
 
 class Ledger:
@@ -206,6 +213,10 @@ class Ledger:
 
     def _welcome(self, identity: bytes, header: Header, payload: memoryview) -> list[Outgoing]:
         world, holdings = read_hello(payload)
+        if len(holdings) > MAX_NAMES:
+            raise Refused("names")
+        if identity in self._who and self._who[identity][0].number != header.space:
+            raise Refused("somebody else")
         space = self._spaces.get(header.space) or _Space(header.space, world)
         if not 0 <= header.rank < world <= MAX_WORLD or space.world != world:
             raise Refused("rank")
@@ -232,16 +243,20 @@ class Ledger:
         member = space.members[rank]
         name = Name(header.key, header.seq)
         over = header.seq <= space.settled.get(header.key, -1) or 0 < header.key.epoch < space.epoch
+        # A share that was overtaken: its sum has come to this worker in another way.
+        over = over or any(rank in newer.given for newer in space.near(name, newer=True).values())
         entry = space.entries.get(name)
         if over or (entry is not None and rank in entry.given):
             self.refusals["repeated"] += 1
             passed = Outgoing(member.identity, header._replace(kind=Kind.PASSED, nbytes=0))
             return [passed] if over and header.kind is Kind.RELAY else []
-        said = self._has_older(space, rank, header)
+        older = space.near(name, newer=False)
+        self._check_not_ahead(space, rank, older)
         if entry is None:
             entry = self._new_entry(space, rank, header)
         elif entry.header.dtype is not header.dtype or entry.header.nbytes != header.nbytes:
             return self._disagreement(space, rank, entry.header, header)
+        said = [words for had in older for words in self._got(space, rank, had)]
         if header.key.epoch > member.epoch:
             member.epoch = header.key.epoch
             self._drop_old_epochs(space)
@@ -253,19 +268,17 @@ class Ledger:
                 self._complete(space, name, entry)
         return said + self._ask_for(space, entry)
 
-    def _has_older(self, space: _Space, rank: int, header: Header) -> list[Outgoing]:
-        """Of a worker that pushes: it has the sums before this one. If it cannot have them, it would fill the memory
-        here with shares that nobody adds up."""
-        older = [Name(header.key, seq) for seq in space.seqs.get(header.key, ()) if seq < header.seq]
-        for name in older:
-            entry = space.entries[name]
+    def _check_not_ahead(self, space: _Space, rank: int, older: Mapping[Name, _Entry]) -> None:
+        """Who pushes has what was before. If it cannot have that, it would fill the memory here with shares that nobody
+        adds up."""
+        for name, entry in older.items():
             is_open = not entry.complete or entry.header.rank != EVERYONE  # who relays hears when it is over
             if (is_open and rank in entry.given) or space.members[rank].results.waits(name):
                 raise Refused("ahead")
-        return [said for name in older for said in self._got(space, rank, name)]
 
     def _new_entry(self, space: _Space, rank: int, header: Header) -> _Entry:
-        if self.held_nbytes + header.nbytes > self.limit_nbytes:
+        num_names = sum(len(each.entries) + len(each.settled) for each in self._spaces.values())
+        if self.held_nbytes + header.nbytes > self.limit_nbytes or num_names >= MAX_NAMES:
             raise Refused("memory")
         everyone = set(range(space.world))
         if header.kind is Kind.RELAY:
@@ -310,7 +323,10 @@ class Ledger:
         return []
 
     def _got(self, space: _Space, rank: int, name: Name) -> list[Outgoing]:
-        space.members[rank].results.arrived(name)
+        results = space.members[rank].results
+        if results.waits(name):
+            return []  # it cannot have come
+        results.arrived(name)
         entry = space.entries.get(name)
         if entry is None or not entry.complete:
             return []
@@ -324,7 +340,8 @@ class Ledger:
         if entry.complete or entry.header.rank != EVERYONE or entry.asked in self._who:
             return []
         for member in space.members.values():
-            if member.holds.get(entry.header.key) == entry.header.seq:
+            is_there = not member.left and member.gone_since_s is None
+            if is_there and member.holds.get(entry.header.key) == entry.header.seq:
                 entry.asked = member.identity
                 return [Outgoing(member.identity, entry.header._replace(kind=Kind.WANT, nbytes=0))]
         return []
@@ -359,8 +376,11 @@ class Ledger:
         if len(space.members) < space.world:
             return
         space.epoch = min(member.epoch for member in space.members.values())
-        for name in [name for name in space.entries if 0 < name.key.epoch < space.epoch]:
+        old = {name for name in space.entries if 0 < name.key.epoch < space.epoch}
+        for name in old:
             self._forget(space, name)
+        for member in space.members.values() if old else ():
+            member.results.forget(old)
         for key in [key for key in space.settled if 0 < key.epoch < space.epoch]:
             del space.settled[key]
 

@@ -21,7 +21,15 @@ from gradientflow.errors import UsageError
 from gradientflow.exchange.callers import Callers
 from gradientflow.exchange.reach import family_of
 from gradientflow.exchange.server.blocks import Blocks
-from gradientflow.exchange.server.channel import LARGE_NBYTES, SOCKET_NBYTES, TOKEN_NBYTES, Channel, offer
+from gradientflow.exchange.server.channel import (
+    HEARTBEAT_S,
+    LARGE_NBYTES,
+    SILENT_S,
+    SOCKET_NBYTES,
+    TOKEN_NBYTES,
+    Channel,
+    offer,
+)
 from gradientflow.exchange.server.keys import Invitation, Lock
 from gradientflow.exchange.server.ledger import Ledger, Outgoing
 from gradientflow.exchange.server.table import Tables
@@ -32,9 +40,10 @@ from gradientflow.exchange.server.wire import MAX_NBYTES, Header, Kind, Refused
 LOOK_S = 1.0
 #: Who has connected has so long to prove who it is.
 HANDSHAKE_S = 5.0
-#: A host that vanished without a word is given up after so long; one that is cut off for less goes on.
-HEARTBEAT_S = 5.0
-SILENT_S = 20.0
+#: Of messages from one worker that were not looked at yet: then it has to wait. It is to nobody's loss.
+MOST_UNREAD = 64
+#: Of messages to one that reads nothing: then it counts as gone. Results are not so many, pings and receipts are small.
+MOST_UNSENT = 10_000
 # As plain numbers: to combine those of the library takes as long as to send.
 NOW = int(zmq.NOBLOCK)
 MORE = NOW | int(zmq.SNDMORE)
@@ -61,6 +70,7 @@ class Service:
         self._zap.bind(_ZAP)
         self._router = self._context.socket(zmq.ROUTER)
         prepare(self._router)
+        self._router.rcvhwm, self._router.sndhwm = MOST_UNREAD, MOST_UNSENT
         self._router.router_mandatory = True  # who is not there is an error, not silence
         self._router.handshake_ivl = int(1e3 * HANDSHAKE_S)
         self._router.zap_domain = b"gradientflow"
@@ -343,11 +353,11 @@ class _Doors:
 def prepare(socket: zmq.Socket[bytes]) -> None:
     """Of either end."""
     socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = 0  # windows bound what waits
+    socket.sndhwm = socket.rcvhwm = 0  # workers send as much as windows let them
     socket.maxmsgsize = MAX_NBYTES
     socket.sndbuf = socket.rcvbuf = SOCKET_NBYTES
-    socket.heartbeat_ivl = int(1e3 * HEARTBEAT_S)
-    socket.heartbeat_timeout = int(1e3 * SILENT_S)
+    socket.heartbeat_ivl = 1000 * HEARTBEAT_S
+    socket.heartbeat_timeout = 1000 * SILENT_S
 
 
 def send(socket: zmq.Socket[bytes], header: Header, payload: torch.Tensor | memoryview | bytes | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Generic, TypeVar
 
 #: Of one direction of one connection. Enough for 25 Gbit/s at a millisecond and a half from hand to hand.
@@ -70,6 +70,13 @@ class Window(Generic[Name, Thing]):
         if name in self._flying:
             self._flying_nbytes -= self._flying.pop(name)
             self._names.discard(name)
+
+    def forget(self, names: Container[Name]) -> None:
+        """Do not send these any more."""
+        self.waiting_nbytes -= sum(nbytes for _, _, name, nbytes, _ in self._waiting if name in names)
+        self._names -= {name for _, _, name, _, _ in self._waiting if name in names}
+        self._waiting = [waiting for waiting in self._waiting if waiting[2] not in names]
+        heapq.heapify(self._waiting)
 
     def clear(self) -> None:
         weight = self.weight

@@ -18,7 +18,7 @@ VERSION = 1
 #: Of a payload. libzmq is told so too, and hangs up on whoever announces more, before it makes room.
 MAX_NBYTES = 64 * 2**20
 
-_LAYOUT = struct.Struct("<4sBBBxQIIIIQiiQ")
+_LAYOUT = struct.Struct("<4sBBBxQIIIQQiiQ")
 HEADER_NBYTES = _LAYOUT.size
 
 #: What a server can add up; by its place in the tuple it is known on the wire.
@@ -119,7 +119,7 @@ class Name(NamedTuple):
     seq: int
 
 
-_NAME = struct.Struct("<IIIIQ")
+_NAME = struct.Struct("<IIIQQ")
 _WORLD = struct.Struct("<I")
 
 
