@@ -2,8 +2,8 @@
 
 Names of hosts become this machine's loopback and ports become free ones. Bake-offs are the same with a tiny model: the
 options that say how long they take are replaced (`SHORTER`). What is not run here says why (`ELSEWHERE`), and a command
-that is in neither list fails `test_no_command_is_left_out`. Later commands use the files that earlier ones wrote, so
-the list is in the order in which a reader would need them.
+that is in neither list fails `test_no_command_is_left_out`. A file that a command reads is written by the command that
+documents print for that (`SOURCES`), if it is not there yet.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ import gradientflow
 
 def build():
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
-    return model, (torch.randn(8, 32),), lambda output: output.square().mean()
+    return model, torch.randn(8, 32), lambda model, images: model(images).square().mean()
 
 
 if __name__ == "__main__":
@@ -60,12 +60,12 @@ if __name__ == "__main__":
     elif not elastic:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model, (images,), loss = build()
+    model, images, loss = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     flow = gradientflow.attach(model, optimizer)
     while flow.step < 30 * epochs:
         optimizer.zero_grad()
-        loss(model(images)).backward()
+        loss(model, images).backward()
         optimizer.step()
     print("trained", flow.step, "steps")
     flow.close()
@@ -245,6 +245,20 @@ PRINTED = [
     ),
 ]
 
+RUN = "gradientflow run --workers 2 --out {} train.py"
+#: By file, what writes it.
+SOURCES = {
+    "network.json": "gradientflow probe --out network.json",
+    "profile.json": "gradientflow profile model.py:make --out profile.json",
+    "results.json": "gradientflow bench --workload resnet-50 --methods ddp,lazy --out results.json",
+    "tuned/recipe.toml": "gradientflow tune --workload profile.json --network network.json --out tuned",
+    "runs/first": RUN.format("runs/first"),
+    "runs/now": "gradientflow run --workers 4 --out runs/now train.py",
+    # Named after the moment that a reader's run began.
+    "runs/20261116-020000-lazy": RUN.format("runs/20261116-020000-lazy"),
+    "runs/20261116-020000-auto": RUN.format("runs/20261116-020000-auto --recipe auto"),
+}
+
 #: By how a command begins.
 ELSEWHERE = {
     "make ": "what this is part of; `make run` and `make chaos` take minutes to half an hour",
@@ -279,11 +293,11 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (desk / "model.py").write_text(TRAIN.replace("def build", "def make") + "\nbuild = make\n")
     shutil.copy(ROOT / "benchmarks" / "results" / "2026-11-16-accuracy-digits.json", desk / "learning.json")
     for name, seconds in (("ring-ll", 2e-5), ("ring-simple", 4e-5), ("tree-ll", 3e-5)):
-        (desk / f"{name}.json").write_text(json.dumps(tested(name, seconds)))
+        (desk / f"{name}.json").write_text(json.dumps(nccl_tests(name, seconds)))
     return desk
 
 
-def tested(name: str, seconds: float) -> dict[str, object]:
+def nccl_tests(name: str, seconds: float) -> dict[str, object]:
     """As nccl-tests would write it."""
     algorithm, protocol = name.split("-")
     return {
@@ -345,17 +359,24 @@ def started(words: list[str], desk: Path) -> Iterator[subprocess.Popen[str]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.timeout(2 * LIMIT_S)
+def supply(printed: str, desk: Path) -> None:
+    """Whatever it reads and is not there."""
+    for name, source in SOURCES.items():
+        if name in printed and printed != source and not (desk / name).exists():
+            supply(source, desk)
+            with started(typed(source, free_port()), desk) as process:
+                words = process.communicate(timeout=LIMIT_S)[0]
+            assert process.returncode == 0, words
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
 @pytest.mark.parametrize("group", PRINTED, ids=[" & ".join(dict.fromkeys(group.printed)) for group in PRINTED])
 def test_a_printed_command_works(group: Group, desk: Path) -> None:
     if group.printed[0].startswith(("gradientflow probe", "gradientflow bench")):
         skip_without_lab()
-    if "runs/2026" in group.printed[0]:  # named after the moment that a reader's run began
-        recipe = group.printed[0].rpartition("-")[2]
-        run = ["gradientflow", "run", "--workers", "2", "--recipe", recipe, "--out", f"runs/20261116-020000-{recipe}"]
-        with started([*run, "train.py"], desk) as process:
-            process.communicate(timeout=LIMIT_S)
     port = free_port()
+    for printed in group.printed:
+        supply(printed, desk)
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(started(typed(printed, port), desk)) for printed in group.printed]
         words = ""
