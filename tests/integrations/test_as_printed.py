@@ -67,7 +67,7 @@ if __name__ == "__main__":
         optimizer.zero_grad()
         loss(model, images).backward()
         optimizer.step()
-    print("trained", flow.step, "steps")
+    print(f"trained {flow.step} steps\n", end="", flush=True)  # whole, beside others
     flow.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -98,29 +98,7 @@ PRINTED = [
     one("gradientflow profile model.py:make --out profile.json", "profile.json"),
     one("gradientflow probe --hosts 4 --rate 1Gbit", "bytes"),
     one("gradientflow probe --out network.json", "network.json"),
-    one("gradientflow bench --workload resnet-50 --rate 1Gbit", "lazy"),
-    one("gradientflow bench --workload resnet-50 --rate 1Gbit --methods ddp-best,lazy,flow", "flow"),
     one("gradientflow bench --workload profile.json --rate 1Gbit --methods ddp-best,lazy,flow,lazy+bf16", "lazy+bf16"),
-    one(
-        "gradientflow bench --workload resnet-50 --compute 1.2 --methods ddp,ddp,ddp-best,lazy,lazy+bf16,ddp-bf16 "
-        "--max-rounds 14",
-        "ddp-bf16",
-    ),
-    one(
-        "gradientflow bench --workload resnet-50 --compute-ratio 1 --methods ddp-best,flow,merge,bytescheduler-ps "
-        "--iterations 27 --max-rounds 9",
-        "bytescheduler-ps",
-    ),
-    one(
-        "gradientflow bench --rate 100Mbit --workload resnet-50 --scale 0.25 --compute-ratio 0.1 --methods "
-        "ddp-powersgd,lazy:2MB-ring:1+powersgd:1:always --iterations 9 --max-rounds 9",
-        "powersgd",
-    ),
-    one(
-        "gradientflow bench --workload resnet-50 --rate 100Mbit --scale 0.1 --compute-ratio 0.1 "
-        "--ablation gradientflow",
-        "csc",
-    ),
     one(
         "gradientflow bench --workload resnet-50 --hosts 4 --rate 1Gbit --compute 1.2 --methods "
         "ddp,ddp-best,lazy,lazy+bf16 --out results.json",
@@ -150,9 +128,9 @@ PRINTED = [
     one("gradientflow reproduce gradientflow", "410"),
     one("gradientflow tune --workload bert-base --cluster survey-10gbe --workers 32", "of DDP's"),
     one("gradientflow tune --workload profile.json --network network.json --out tuned", "tuned"),
-    one("gradientflow export ddp --workload profile.json --network network.json --out buckets.json", "buckets.json"),
+    one("gradientflow export ddp --workload profile.json --network network.json --out buckets.json", "buckets by"),
     one("gradientflow export horovod --workload profile.json --network network.json", "HOROVOD"),
-    one("gradientflow export nccl --cluster survey-10gbe --channels 2 --out nccl_tuner.conf", "nccl_tuner.conf"),
+    one("gradientflow export nccl --cluster survey-10gbe --channels 2 --out nccl_tuner.conf"),
     one(
         "gradientflow export nccl --measured ring-ll.json --measured ring-simple.json --measured tree-ll.json",
         "allreduce",
@@ -229,14 +207,6 @@ PRINTED = [
     ),
     Group(
         (
-            "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host-0:29400 -m gradientflow "
-            "probe --out network.json",
-        )
-        * 4,
-        "",  # rank 0 says something, which need not be the last
-    ),
-    Group(
-        (
             "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m gradientflow "
             "bench --workload bert-base --device a100 --out results.json",
         )
@@ -261,6 +231,10 @@ SOURCES = {
 
 #: By how a command begins.
 ELSEWHERE = {
+    "gradientflow bench ": "a minute each even so: those above stand for all, and tests/test_commands.py parses all",
+    "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host-0:29400 -m gradientflow probe": (
+        "as without torchrun, above; tests/procs/test_probe.py probes a world that is there"
+    ),
     "make ": "what this is part of; `make run` and `make chaos` take minutes to half an hour",
     "pip ": "test_wheel.py",
     "python benchmarks/": "measurements, of minutes to hours",
