@@ -34,7 +34,7 @@ LIMIT_S = 100.0
 SHORTER = {"--scale": "0.01", "--compute": "0.02", "--iterations": "9", "--max-rounds": "9"}
 LONGER = {"--compute-ratio", "--device", *SHORTER}
 
-TRAIN = """
+TRAIN = r"""
 import argparse
 import os
 
