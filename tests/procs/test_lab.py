@@ -171,6 +171,16 @@ def test_a_host_may_have_a_rate_of_its_own(_possible: None) -> None:
         assert max(to_slow, from_slow) < to_first
 
 
+def test_rates_may_change_while_a_lab_is_up(_possible: None) -> None:
+    with Lab(2, 50e6) as lab:
+        before = measure_ring(lab, seconds=0.5)
+        lab.reshape(2e6)
+        assert max(measure_ring(lab, seconds=0.5)) < min(before)
+        assert lab.rate == 2e6 and [host.rate for host in lab.hosts] == [2e6, 2e6]
+    with Lab(2, None) as lab, pytest.raises(UsageError, match="links without a rate"):
+        lab.reshape(1e6)
+
+
 def test_clouds_are_joined_by_links_of_their_own(_possible: None) -> None:
     """In a ring of four, two links lead from one cloud to the other."""
     with Lab(4, 80e6, clouds=[[0, 1], [2, 3]], between=5e6) as lab:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradientflow.cost import Cost, CostTable, Line, evaluate, limit_s
+from gradientflow.cost.evaluate import host_s
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.schedule import bsp, wfbp
@@ -295,3 +296,12 @@ def test_an_evaluation_is_a_trace(tmp_path: Path) -> None:
     assert Trace.read(tmp_path / "trace-0.json").of_kind("message")[1].args == {
         "message": 1, "nbytes": 40, "waited_s": 0.0
     }  # fmt: skip
+
+
+def test_what_messages_take_of_processors_counts_as_far_as_computing_needs_them() -> None:
+    profile, cost = model((8, 2.0, 3.0), (4, 1.0, 4.0)), Line(alpha_s=0.0, beta_s_per_byte=0.0, host_s=0.5)
+    plan = wfbp(profile)
+    for cpu_s, share in ((0.0, 1.0), (1.0, 0.1), (5.0, 0.5), (10.0, 1.0), (40.0, 1.0)):  # 0: not known
+        seen = profile.model_copy(update={"cpu_s": cpu_s})
+        assert host_s(seen, cost) == pytest.approx(0.5 * share)
+        assert evaluate(seen, plan, cost).iteration_s == pytest.approx(10.0 + 2 * 0.5 * share)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -40,3 +42,15 @@ def test_uses_are_seen_where_they_are() -> None:
     # Its own class might use what it owns around Python; torch's layers do not.
     assert set(observer.doors) == {"squared", "last.weight"}
     assert set(observer.doors.values()) == {model}
+
+
+def test_a_pass_that_sleeps_keeps_no_processor_busy() -> None:
+    model = nn.Linear(2, 2)
+    observer = ForwardObserver(model, dict(model.named_parameters()))
+    busy = []
+    for work in (lambda: time.sleep(0.2), lambda: [torch.ones(64, 64) @ torch.ones(64, 64) for _ in range(20_000)]):
+        observer.begin_forward()
+        work()
+        observer.end_of_forward()
+        busy.append(observer.busy)
+    assert busy[0] < busy[1], "by whatever else the machine does both may be low"
