@@ -490,3 +490,12 @@ def test_what_is_wrong_with_a_header_is_said(change, why: str):
     frame = header(Kind.PUSH, nbytes=4).packed()
     with pytest.raises(Refused, match=why):
         Header.read(memoryview(change(frame)), 4)
+
+
+def test_each_worker_has_one_unfinished_sum_of_a_key_at_most():
+    workers = Workers(4)
+    for rank in range(4):
+        workers.push(rank, 1.0, seq=10 * (rank + 1))  # as no honest worker would
+        with pytest.raises(Refused, match="ahead"):
+            workers.push(rank, 1.0, seq=10 * (rank + 1) + 1)
+    assert workers.ledger.held_nbytes == 4 * 4

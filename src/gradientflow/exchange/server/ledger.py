@@ -6,8 +6,9 @@ when. Invariants:
 - a share counts once, however often it comes: who has contributed is remembered until the sum is settled, and then that
   it is settled;
 - a sum is settled when every worker has said that it has it, or pushes for the next one of the same key. Who pushes for
-  that without having been sent this one is refused. So at any time a server holds at most two sums of a key, the one
-  that some worker still fetches and the one that others push for already: twice the model, whatever workers do;
+  that without having been sent this one is refused. So a server holds at most two sums of a key, the one that some
+  worker still fetches and the one that others push for already: twice the model. Of workers that push as they like each
+  can have one unfinished sum of a key, and no more;
 - nothing in here is worth saving. A server that is started anew asks workers for the sums that some of them have, and
   gets shares of the others once more ([Note: a lost server] in client.py).
 """
