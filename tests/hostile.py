@@ -472,7 +472,7 @@ class Frames:
         values = torch.arange(4.0)
         raw = values.numpy().tobytes()
         names = pack_names([Name(Key(1, 0, 0, 0), 1)])
-        terms = Terms(1, 1.0, 0.0, 2, 1)
+        terms = Terms(1, 1.0, 0.0, 0, 2, 1)
         copied = pack_copy(Copy({0: Mark(1, 1)}, values, None)).numpy().tobytes()
         self._said: list[tuple[Header, bytes]] = [
             (Header(FrameKind.HELLO, 7, rank=0), pack_hello(2, [])),

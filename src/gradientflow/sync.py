@@ -8,6 +8,7 @@ mean delta is a gradient to an outer optimizer. (1, 0) with deltas is BSP by ano
     @ssp:4                                  a worker may be four steps ahead of the slowest
     @asp
     @local:8   @local:8:start=100           every 8 steps; after 100 steps of BSP (post-local SGD)
+    @diloco:50:warmup=10                    the first ten rounds plain averaging, then the outer optimizer
     @diloco:50:fragments=4:delay=2          a quarter of the model at a time, applied two steps after it was sent
 """
 
@@ -33,7 +34,7 @@ class Sync(Record):
     >>> print(Sync.parse("ssp:4"), Sync.parse("local:8").period)
     ssp:4 8
     >>> print(Sync.parse("diloco:50:fragments=4"), Sync.parse("diloco:50").outer)
-    diloco:50:fragments=4 lr=0.7 momentum=0.9
+    diloco:50:fragments=4 lr=0.7 momentum=0.9 warmup=0
     """
 
     period: int = Field(default=1, ge=1)
@@ -94,7 +95,7 @@ class Sync(Record):
             given["period"] = int(numbers[0])
         try:
             if name == "diloco":
-                outer = {word: options[word] for word in ("lr", "momentum") if word in options}
+                outer = {word: options[word] for word in _OUTER if word in options}
                 given["outer"] = Outer.model_validate({**DILOCO.model_dump(), **outer})
             return cls.model_validate(given)
         except ValidationError as error:
@@ -107,7 +108,8 @@ class Sync(Record):
             return "asp" if self.staleness == math.inf else f"ssp:{int(self.staleness)}"
         words = ["local" if self.outer.is_plain else "diloco", str(self.period)]
         if not self.outer.is_plain:
-            words += [f"{w}={v:g}" for w, v in self.outer.model_dump().items() if v != DILOCO.model_dump()[w]]
+            usual = DILOCO.model_dump()
+            words += [f"{w}={v}".removesuffix(".0") for w, v in self.outer.model_dump().items() if v != usual[w]]
         words += [f"start={self.start}"] * bool(self.start)
         words += [f"fragments={self.fragments}"] * (self.fragments > 1)
         words += [f"delay={self.delay}"] * bool(self.delay)
@@ -115,13 +117,14 @@ class Sync(Record):
         return ":".join(words)
 
 
+_OUTER = {"lr", "momentum", "warmup"}
 _ROUNDS = {"start", "fragments", "delay", "state"}
 _OPTIONS: dict[str, set[str]] = {
     "bsp": set(),
     "ssp": set(),
     "asp": set(),
     "local": _ROUNDS,
-    "diloco": _ROUNDS | {"lr", "momentum"},
+    "diloco": _ROUNDS | _OUTER,
 }
 
 BSP = Sync()
@@ -131,5 +134,5 @@ ASP = Sync(staleness=math.inf)
 def _unreadable(text: str) -> RecipeError:
     return RecipeError(
         f"cannot read synchronisation {text!r}: write @bsp, @ssp:STALENESS, @asp, @local:PERIOD or @diloco:PERIOD, the "
-        "last two with start=, fragments=, delay= or state=keep|average|reset, @diloco with lr= or momentum="
+        "last two with start=, fragments=, delay= or state=keep|average|reset, @diloco with lr=, momentum= or warmup="
     )

@@ -120,18 +120,22 @@ def test_local_sgd_is_the_mean_every_so_many_steps(recipe: str, optimizer: str, 
         assert all(torch.equal(ours[number], found[0][number]) for ours in found)
 
 
-def test_diloco_is_nesterovs_momentum_on_the_mean_of_what_workers_did() -> None:
-    """Judged by torch's own SGD."""
-    found = run_ranks(2, train, "mlp", "adamw", torch.float64, "lazy@diloco:3")
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_diloco_is_nesterovs_momentum_on_the_mean_of_what_workers_did(warmup: int) -> None:
+    """Judged by torch's own SGD, which begins after so many rounds of plain averaging."""
+    found = run_ranks(2, train, "mlp", "adamw", torch.float64, f"lazy@diloco:3:warmup={warmup}")
     start = build("mlp", torch.float64, seed=0)
     outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 
     def after(number: int, models: list[nn.Module], optimizers: object) -> None:
         if (number + 1) % 3 == 0:
             mean = mean_of(models)
-            for name, parameter in start.named_parameters():
-                parameter.grad = parameter - mean[name]
-            outer.step()
+            if number < 3 * warmup:
+                becomes(start, mean)
+            else:
+                for name, parameter in start.named_parameters():
+                    parameter.grad = parameter - mean[name]
+                outer.step()
             for model in models:
                 becomes(model, dict(start.named_parameters()))
 
@@ -146,6 +150,20 @@ def test_diloco_with_a_plain_outer_step_is_averaging() -> None:
     expected = theta + mean
     outer.advance_(theta, mean, torch.zeros(99))
     assert torch.equal(theta, expected)
+
+
+def train_all(recipes: list[str]) -> list[list[torch.Tensor]]:
+    return [train("cnn", "momentum", torch.float32, recipe, 8) for recipe in recipes]
+
+
+@pytest.mark.parametrize("more", ["", ":fragments=2:delay=1"])
+def test_diloco_that_warms_up_for_all_rounds_is_averaging(more: str) -> None:
+    """Of each fragment so many: there are two in eight steps."""
+    recipes = [f"lazy@{sync}{more}" for sync in ("local:4", "diloco:4:warmup=2", "diloco:4:warmup=1")]
+    for local, all_of_them, one in run_ranks(2, train_all, recipes):
+        assert all(torch.equal(*pair) for pair in zip(local, all_of_them, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(local[:6], one[:6], strict=True))
+        assert not torch.equal(local[7], one[7])
 
 
 def test_fragments_take_turns_and_keep_what_was_done_meanwhile() -> None:
@@ -173,6 +191,35 @@ def test_fragments_take_turns_and_keep_what_was_done_meanwhile() -> None:
             means = {name: mean for name, mean in mean_of(models).items() if name in half}
 
     assert_same(found, alone(2, "mlp", "sgd", torch.float64, after), 1e-10)
+
+
+def train_in_clouds(recipe: str) -> list[torch.Tensor]:
+    """Of two ranks each: stock DDP inside, `recipe` between those that have the same place in their clouds."""
+    rank = dist.get_rank()
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = build("mlp", torch.float64, seed=rank)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=inside)
+    ours = optimizer_of("momentum", model)
+    found = []
+    with gf.attach(model, ours, recipe, process_group=across):
+        for number in range(6):
+            step(wrapped, ours, "mlp", rank, number)
+            found.append(weights(model))
+    return found
+
+
+def test_clouds_are_exact_inside_and_meet_every_so_many_steps() -> None:
+    assert_same(
+        run_ranks(4, train_in_clouds, "lazy@local:1"),
+        run_ranks(4, train, "mlp", "momentum", torch.float64, "lazy", 6),
+        1e-10,
+    )
+    for number, (first, second, third, fourth) in enumerate(
+        zip(*run_ranks(4, train_in_clouds, "lazy@local:3"), strict=True)
+    ):
+        assert torch.equal(first, second) and torch.equal(third, fourth)
+        assert torch.equal(first, third) == (number in (2, 5))
 
 
 def train_counting(counts: list[int]) -> torch.Tensor:
@@ -476,6 +523,7 @@ def lose_one() -> str:
     try:
         for number in range(50):
             if rank == 1 and number == 5:
+                time.sleep(3.0)  # until it has said where it is
                 os.kill(os.getpid(), signal.SIGKILL)
             step(model, ours, "mlp", rank, number)
     except gf.PeerError as error:
@@ -488,6 +536,7 @@ def lose_one() -> str:
 def test_a_worker_that_dies_is_named() -> None:
     words = run_ranks(3, lose_one, lost=(1,))
     assert all("rank 1 is dead" in said for said in (words[0], words[2]))
+    assert all("last seen in step 5, training by itself" in said for said in (words[0], words[2])), words
 
 
 def refuse() -> list[str]:

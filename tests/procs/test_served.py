@@ -50,9 +50,10 @@ def test_rounds_of_one_step_are_bsp(world: int, num_servers: int) -> None:
 def test_local_sgd_and_diloco_are_what_they_are_without_servers() -> None:
     with servers(1) as hosts:
         local = run_ranks(2, told, hosts.environment, train, "cnn", "adamw", torch.float64, "lazy-ps:1@local:4", 8)
-        diloco = run_ranks(2, told, hosts.environment, train, "cnn", "adamw", torch.float64, "lazy-ps:1@diloco:3", 9)
+        for sync in ("diloco:3:warmup=0", "diloco:3:warmup=1", "diloco:3:warmup=3"):
+            diloco = run_ranks(2, told, hosts.environment, train, "cnn", "adamw", torch.float64, f"lazy-ps:1@{sync}", 9)
+            assert_same(diloco, run_ranks(2, train, "cnn", "adamw", torch.float64, f"lazy@{sync}", 9), 1e-10)
     assert_same(local, alone(2, "cnn", "adamw", torch.float64, every(4), 8), 1e-10)
-    assert_same(diloco, run_ranks(2, train, "cnn", "adamw", torch.float64, "lazy@diloco:3", 9), 1e-10)
 
 
 def train_all(recipes: list[str]) -> dict[str, torch.Tensor]:

@@ -27,7 +27,10 @@ syncs = st.one_of(
     st.integers(1, 99).map(lambda s: Sync(staleness=s)),
     st.integers(2, 99).map(lambda h: Sync(period=h)),
     st.builds(
-        lambda h, lr: Sync(period=h, outer=Outer(lr=lr, momentum=0.9)), st.integers(1, 9), st.sampled_from([0.7, 1.0])
+        lambda h, lr, rounds: Sync(period=h, outer=Outer(lr=lr, momentum=0.9, warmup=rounds)),
+        st.integers(1, 9),
+        st.floats(0.0, 10.0, exclude_min=True),
+        st.integers(0, 10**9),
     ),
     st.builds(
         lambda f, start: Sync(period=4 * f, fragments=f, delay=2, start=start), st.integers(1, 9), st.integers(0, 9)
@@ -64,6 +67,7 @@ def test_printing_and_reading_lose_nothing(recipe: Recipe) -> None:
         "lazy@local:1",
         "lazy@local:8:start=100:state=average",
         "lazy@diloco:50:lr=0.5:fragments=4:delay=2",
+        "lazy@diloco:50:lr=1:warmup=7:start=100",
     ],
 )
 def test_canonical_texts_stay_as_they_are(text: str) -> None:
@@ -84,6 +88,7 @@ def test_what_is_left_out_has_a_value() -> None:
     "text",
     """. lazy.fp16 +fp16 lazy+ lazy++fp16 Lazy lazy@ lazy@ssp lazy@ssp:-1 lazy@local:0 lazy@local:8:often
     lazy@ssp:4:start=3 lazy@local:4:delay=4 lazy@local:2:fragments=3 lazy@local:2:state=lose lazy@diloco:5:momentum=1
+    lazy@local:5:warmup=2 lazy@diloco:5:warmup lazy@diloco:5:warmup=-1 lazy@diloco:5:lr=1:momentum=0:warmup=2
     lazy: lazy- lazy@bsp@asp -ps""".split(),
 )
 def test_what_cannot_be_read_is_refused(text: str) -> None:

@@ -52,7 +52,7 @@ def test_workers_meet_again_when_one_of_them_has_found_another_server(monkeypatc
     entries = [Entry(services[0].invitation) for _ in range(2)]
 
     def terms(num_pieces: int) -> Terms:
-        return Terms(-1, 1.0, 0.0, 2, num_pieces)
+        return Terms(-1, 1.0, 0.0, 0, 2, num_pieces)
 
     places, first = [Place(0, torch.float32, NUMEL)], [torch.zeros(NUMEL)]
     replicas = [
@@ -91,3 +91,29 @@ def test_workers_meet_again_when_one_of_them_has_found_another_server(monkeypatc
             replica.close()
         for service in services:
             service.stop()
+
+
+def test_a_worker_reckons_the_velocity_that_a_server_has() -> None:
+    """Which is sent when it comes, and not again. The first two rounds are averages, and leave none."""
+    service = Service(LOOPBACK, Lock("plain"))
+    service.start()
+    entry = Entry(service.invitation)
+
+    def terms(num_pieces: int) -> Terms:
+        return Terms(0, 0.7, 0.9, 2, 1, num_pieces)
+
+    replica = Replica(entry, 0, 5, terms, [Place(0, torch.float64, NUMEL)], founding=[torch.zeros(NUMEL).double()])
+    held = replica.pieces[0]
+    try:
+        turn([replica], lambda: held.version == 0)
+        for seq in range(1, 6):
+            change = torch.full((NUMEL,), float(seq), dtype=torch.float64)
+            replica.push(0, change, change, seq, None, PLAIN)
+            turn([replica], lambda seq=seq: held.version == seq)
+            velocity = service.tables._tables[5]._pieces[0].velocity
+            assert held.velocity is not None and velocity is not None
+            torch.testing.assert_close(held.velocity, velocity)
+            assert bool(velocity.any()) == (seq > 2)
+    finally:
+        replica.close()
+        service.stop()

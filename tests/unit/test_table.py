@@ -42,8 +42,8 @@ def raw(values: torch.Tensor) -> memoryview:
 class World:
     """A server's table of one piece, and workers that hear of it at once, unless they are deaf."""
 
-    def __init__(self, staleness: int, world: int, momentum: float = 0.0, lr: float = 1.0) -> None:
-        self.terms = Terms(staleness, lr, momentum, world, 1)
+    def __init__(self, staleness: int, world: int, momentum: float = 0.0, lr: float = 1.0, warmup: int = 0) -> None:
+        self.terms = Terms(staleness, lr, momentum, warmup, world, 1)
         self.copies: dict[int, tuple[int, Copy]] = {}
         self.sent: dict[int, list[torch.Tensor]] = {}
         self.deaf: set[int] = set()
@@ -124,7 +124,7 @@ def vector(*values: float) -> torch.Tensor:
     st.sets(st.integers(0, 2**31), max_size=5),
 )
 def test_joins_are_read_as_they_were_written(held: dict[int, int], known: set[int]) -> None:
-    terms = Terms(-1, 0.7, 0.9, 4, 12)
+    terms = Terms(-1, 0.7, 0.9, 5, 4, 12)
     assert read_join(memoryview(pack_join(terms, held, known))) == (terms, held, known)
 
 
@@ -479,6 +479,22 @@ def test_who_comes_again_gets_what_the_outer_optimizer_keeps() -> None:
     world.copies[1] = world.copies[1][0], world.copies[1][1]._replace(velocity=None)
     world.join(1)
     assert world.copies[1][1].velocity is not None and world.copies[1][1].velocity[0] == 3.5
+
+
+def test_rounds_before_the_outer_optimizer_leave_no_velocity_also_on_a_server_that_was_lost() -> None:
+    world = World(staleness=0, world=2, momentum=0.5, lr=0.5, warmup=2)
+    world.begin()
+    expected = []
+    for number, velocity in enumerate((0.0, 0.0, 2.0, 3.0)):
+        for who in range(2):
+            world.push(who, vector(2, 2, 2))
+        expected.append(2.0 if number < 2 else 0.5 * (2.0 + 0.5 * velocity))
+        assert world.values(0)[0] == sum(expected)
+        assert world.tables._tables[SPACE]._pieces[0].velocity[0] == velocity
+        if number == 0:
+            world.start_server()
+            for who in range(2):
+                world.join(who)
 
 
 def test_who_does_not_come_back_is_not_waited_for_longer_than_a_while() -> None:

@@ -16,6 +16,7 @@ Deltas are weighed by the samples that workers have counted since their last rou
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,6 +58,8 @@ class _Fragment:
         self.usable: bool | None = None
         #: Samples that had been counted when it was sent last.
         self.num_samples = 0
+        #: Means that were taken over.
+        self.num_taken = 0
 
 
 class Rounds:
@@ -111,6 +114,8 @@ class Rounds:
     def stepped(self) -> None:
         """The worker has taken a step by itself."""
         self._num_steps += 1
+        health = self._exchange.health
+        health.step, health.place, health.trainer = self._num_steps, "training by itself", threading.get_ident()
         place, number = (self._num_steps - 1) % self._sync.period + 1, len(self._fragments)
         sent_at = [(index + 1) * self._sync.period // number for index in range(number)]
         for fragment, at in zip(self._fragments, sent_at, strict=True):
@@ -210,11 +215,12 @@ class Rounds:
             return
         for name, mean in fragment.views.items():
             tensor, anchor = self._tensors[name], self._anchors[name]
-            self._outer[name].advance_(anchor, mean, self._velocities.get(name))
+            self._outer[name].advance_(anchor, mean, self._velocities.get(name), fragment.num_taken)
             if self._sync.delay and meanwhile:
                 tensor.add_(anchor - sent[name])
             else:
                 tensor.copy_(anchor)
+        fragment.num_taken += 1
         if self._sync.moments == "reset":
             self._forget_moments(fragment.views)
         elif self._sync.moments == "average":
@@ -280,6 +286,7 @@ class Rounds:
         return {
             "steps": self._num_steps,
             "rounds": self._num_rounds,
+            "taken": [fragment.num_taken for fragment in self._fragments],
             "anchors": {name: anchor.clone() for name, anchor in self._anchors.items()},
             "velocities": {name: velocity.clone() for name, velocity in self._velocities.items()},
         }
@@ -305,9 +312,9 @@ class Rounds:
     def load_state_dict(self, state: Mapping[str, Any], given: Shares) -> None:
         """Of another world, what is on its way is the first's that it takes over: all of them get the same mean."""
         kept = given.states[0]
-        lacking = {"steps", "rounds", "anchors"} - state.keys()
+        lacking = {"steps", "rounds", "taken", "anchors"} - state.keys()
         lacking |= {"samples", "counts", "counted", "on_their_way"} - kept.keys()
-        if lacking or len(kept["counted"]) != len(self._fragments):
+        if lacking or not len(kept["counted"]) == len(state["taken"]) == len(self._fragments):
             raise UsageError("the state was saved with another synchronisation, or is not what state_dict() gave")
         steps, rounds, samples = count(state, "steps"), count(state, "rounds"), count(kept, "samples")
         for ours, theirs in ((self._anchors, state["anchors"]), (self._velocities, state.get("velocities", {}))):
@@ -317,8 +324,13 @@ class Rounds:
                 ours[name].copy_(theirs[name])
         self._num_steps, self._num_rounds, self._verified_at = steps, rounds, steps
         self._num_samples, self._counts = samples, bool(kept["counts"])
-        for fragment, counted in zip(self._fragments, kept["counted"], strict=True):
-            fragment.num_samples, fragment.sent, fragment.usable = int(counted), {}, None
+        for fragment, counted, taken in zip(self._fragments, kept["counted"], state["taken"], strict=True):
+            fragment.num_samples, fragment.num_taken, fragment.sent, fragment.usable = (
+                int(counted),
+                int(taken),
+                {},
+                None,
+            )
         for index, saved in kept["on_their_way"].items():
             fragment = self._fragments[int(index)]
             if not saved["sent"].keys() == saved["means"].keys() == fragment.views.keys():

@@ -427,7 +427,7 @@ def open_served(
     founding = [groups[group].local[start:stop] for group, start, stop in pieces] if is_first else None
 
     def terms(num_pieces: int) -> Terms:
-        return Terms(staleness, sync.outer.lr, sync.outer.momentum, world, num_pieces)
+        return Terms(staleness, sync.outer.lr, sync.outer.momentum, sync.outer.warmup, world, num_pieces)
 
     def open_road(recorder: Recorder) -> tuple[Road, RunDirectory | None]:
         replica = Replica(where, number, space, terms, places, files, founding)

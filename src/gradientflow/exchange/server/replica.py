@@ -205,7 +205,7 @@ class Replica:
             pass
         elif version != held.version + 1:
             held.velocity = None  # rounds went by without this worker
-        elif held.velocity is not None:
+        elif held.velocity is not None and held.version >= terms.warmup:
             # As the server's, from what it has done: theta' = theta + lr ((1 + mu) d + mu^2 v), v' = mu v + d.
             lr, mu = terms.lr, terms.momentum
             moved = (copy.values.to(held.velocity.dtype) - held.values.to(held.velocity.dtype)).div_(lr)

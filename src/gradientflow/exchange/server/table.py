@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from pydantic import ValidationError
 
 from gradientflow.compress.part import is_finite
 from gradientflow.compress.quantize import Codes, Int8
@@ -110,8 +111,9 @@ class Table:
     """What one group of workers shares, as much of it as is on this server."""
 
     def __init__(self, space: int, terms: Terms) -> None:
+        """Raises `Refused`."""
         self.space, self.terms = space, terms
-        self._outer = Outer(lr=terms.lr, momentum=terms.momentum)
+        self._outer = _outer_of(terms)
         self.members: dict[int, _Member] = {}
         self._pieces: dict[int, _Piece] = {}
         #: From then on pieces are sent.
@@ -277,7 +279,7 @@ class Table:
         """If all have given who are waited for."""
         if piece.total is None or not piece.given.keys() >= piece.clocks.keys():
             return
-        piece.outer.advance_(piece.value, piece.total.div_(piece.weight), piece.velocity)
+        piece.outer.advance_(piece.value, piece.total.div_(piece.weight), piece.velocity, piece.version)
         piece.version += 1
         for number in piece.clocks:
             piece.clocks[number] = piece.version
@@ -394,7 +396,6 @@ class Tables:
             not 0 <= header.rank < 2**31 - 1
             or not 0 < terms.world <= MAX_WORLD
             or terms.num_pieces > MAX_PIECES
-            or not (math.isfinite(terms.lr) and terms.lr > 0 and 0 <= terms.momentum < 1)
             or (table is None and len(self._tables) >= MAX_SPACES)
             or (table is not None and table.terms != terms)
         ):
@@ -441,6 +442,14 @@ class Tables:
     def _forget(self, identity: bytes) -> None:
         table, number = self._who.pop(identity)
         table.release(number)
+
+
+def _outer_of(terms: Terms) -> Outer:
+    """Raises `Refused`."""
+    try:
+        return Outer(lr=terms.lr, momentum=terms.momentum, warmup=terms.warmup)
+    except ValidationError:
+        raise Refused("terms") from None
 
 
 def _read_delta(header: Header, payload: memoryview, like: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,8 @@ class Terms(NamedTuple):
     staleness: int
     lr: float
     momentum: float
+    #: Rounds before these two hold.
+    warmup: int
     #: Workers that are there before any of them begins.
     world: int
     #: On this server.
@@ -157,7 +159,7 @@ class Mark(NamedTuple):
 NO_CLOCK = 2**64 - 1
 #: Of versions, deltas and clocks, which are counted up from what others say.
 MAX_NUMBER = 2**62
-_TERMS = struct.Struct("<iddII")
+_TERMS = struct.Struct("<iddIII")
 _HELD = struct.Struct("<IQ")
 _COUNT = struct.Struct("<II")
 _MARK = struct.Struct("<I4xQQ")
