@@ -33,7 +33,7 @@ def test_attach_keeps_its_arguments() -> None:
 
 def test_a_flow_keeps_its_methods() -> None:
     promised = {"no_sync", "synchronize", "trace", "profile", "plan", "memory", "step", "state_dict", "load_state_dict",
-                "close", "gated", "average", "count", "alike", "cut", "crew", "carry", "explain",
+                "close", "gated", "average", "count", "alike", "cut", "crew", "carry", "explain", "is_trying",
                 "__enter__", "__exit__"}  # fmt: skip
     assert promised <= set(dir(gf.Flow))
     public = {name for name in dir(gf.Flow) if not name.startswith("_")}

@@ -18,10 +18,14 @@ from torch.nn.utils import clip_grad_norm_
 import gradientflow as gf
 from gradientflow.errors import NonFiniteError, UsageError
 from gradientflow.plan import Plan
+from gradientflow.runtime import tuning
+from gradientflow.tune import candidates, trials
 from helpers import kept, run_ranks
 from models import build, loss_of
 
 STEPS = 25
+#: Enough for a race of three.
+RACED = 75
 
 
 def weights(model: nn.Module) -> torch.Tensor:
@@ -37,7 +41,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
         return torch.optim.SGD(
             [
                 {"params": parameters[:half], "momentum": 0.5, "weight_decay": 0.01},
-                {"params": parameters[half:], "nesterov": True},
+                {"params": parameters[half:], "nesterov": True, "maximize": True, "lr": 0.001},
             ],
             lr=0.05,
             momentum=0.9,
@@ -462,17 +466,21 @@ def test_no_gate_before_it_is_known_whether_a_step_counts() -> None:
 
 
 def momentum_moves() -> float:
-    """Dense training, then compression that sends everything: the optimizer's momentum is not lost."""
+    """Dense training, then compression that sends everything and keeps momentum, then one that leaves it to the
+    optimizer, and again: none of it is lost."""
     rank = dist.get_rank()
     ends = []
     for changes in (True, False):
         model = build("cnn", torch.float64, seed=0)
         optimizer = optimizer_of(model, "sgd")
         flow = gf.attach(model, optimizer, "lazy:60KB")
-        for step in range(12):
-            if step == 6 and changes:
+        for step in range(14):
+            if step in (3, 6, 7, 11) and changes:
+                state = flow.state_dict()
                 flow.close()
-                flow = gf.attach(model, optimizer, "lazy:60KB+csc:always:1")
+                codec = "int8:always:warmup=99" if step in (6, 7) else "csc:always:1"
+                flow = gf.attach(model, optimizer, f"lazy:60KB+{codec}")
+                flow.load_state_dict(state)
             optimizer.zero_grad()
             loss_of(model, "cnn", rank, step, torch.float64).backward()
             optimizer.step()
@@ -481,7 +489,7 @@ def momentum_moves() -> float:
     return float((ends[0] - ends[1]).abs().max())
 
 
-def test_momentum_of_dense_steps_is_taken_over() -> None:
+def test_momentum_moves_to_whoever_is_to_keep_it() -> None:
     assert all(difference < 1e-10 for difference in run_ranks(2, momentum_moves))
 
 
@@ -922,3 +930,66 @@ def all_interrupted(how: str) -> bool:
 @pytest.mark.parametrize("how", ["inf", "checkpoint", "back"])
 def test_nothing_is_lost_while_momentum_is_given_back(how: str) -> None:
     assert run_ranks(3, all_interrupted, how) == [True] * 3
+
+
+def races(kind: str) -> tuple[float, set[tuple[bool, bool]], bool, str]:
+    """A codec that sends everything, and none, in turn: the difference to DDP; whether messages went as they are, and
+    momentum was the optimizer's own; whether the state held what is tried, as long as it was; what was chosen."""
+    # Whatever prices say, and in two rounds.
+    candidates.FAR, candidates.COULD_PAY, trials.FIRST_DROP = 1e9, -1e9, 1e9
+    tuning.CODECS = tuning.CODECS._replace(rounds=2)
+    rank, seen, holds = dist.get_rank(), set(), []
+    model = build("cnn", torch.float64, seed=rank)
+    optimizer = optimizer_of(model, kind)
+    with gf.attach(model, optimizer, "lazy:60KB+csc:1:warmup=0") as flow:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, RACED)
+        for step in range(RACED):
+            optimizer.zero_grad()
+            loss_of(model, "cnn", rank, step, torch.float64).backward()
+            optimizer.step()
+            schedule.step()
+            holds.append(step < 3 or ("rivals" in flow.state_dict()) == flow.is_trying)
+            if flow.is_trying:
+                seen.add((all(message.dense for message in flow.plan.messages), has_momentum(flow, optimizer)[1]))
+        assert not flow.is_trying and "a race chose" in flow.plan.why
+        chosen = flow.plan.digest
+    expected, _ = train("ddp", kind, RACED)
+    return float((weights(model) - expected).abs().max()), seen, all(holds), chosen
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov"])
+def test_a_race_with_a_codec_and_without_is_dense_training_if_the_codec_sends_everything(kind: str) -> None:
+    everyone = run_ranks(2, races, kind)
+    assert len({chosen for *_, chosen in everyone}) == 1
+    for difference, seen, holds, _ in everyone:
+        assert difference < 1e-10 and holds
+        assert seen >= {(True, True), (False, False)}
+
+
+def stops_in_a_race() -> tuple[bool, bool, bool]:
+    """Whether another job races on from a state saved in the middle of a race; a third, of that which has won, does
+    not; nor does one that is to compress always."""
+    candidates.FAR, candidates.COULD_PAY, trials.FIRST_DROP = 1e9, -1e9, 1e9
+    tuning.CODECS = tuning.CODECS._replace(rounds=1)
+    first = Job("lazy:60KB+int8")
+    first.run(range(12))
+    second = Job("lazy:60KB+int8", first.state())
+    first.flow.close()
+    second.run(range(12, 14))
+    races_on = second.flow.is_trying
+    second.run(range(14, 60))
+    plan, races_no_more = second.flow.plan, not second.flow.is_trying
+    third = Job("lazy:60KB+int8", second.state())
+    second.flow.close()
+    third.run(range(60, 80))
+    same = third.flow.plan.digest == plan.digest and not third.flow.is_trying
+    third.flow.close()
+    always = Job("lazy:60KB+int8:always")
+    always.run(range(5))
+    raced = always.flow.is_trying
+    always.flow.close()
+    return races_on and races_no_more, same, raced
+
+
+def test_what_a_race_has_chosen_is_kept_and_who_stops_before_races_again() -> None:
+    assert run_ranks(2, stops_in_a_race) == [(True, True, False)] * 2

@@ -10,6 +10,7 @@ import torch
 
 from conversations import converse, converse_about_all
 from gradientflow.compress import PARTS, Feedback, Momentum, Parcel, fp16
+from gradientflow.compress.draws import drawing
 from gradientflow.compress.feedback import MOMENTUM, RESIDUAL, summed
 from gradientflow.compress.lowrank import PowerSgd, orthonormal
 from gradientflow.compress.quantize import Int8, Qsgd, Sign
@@ -409,8 +410,35 @@ def test_of_mostly_zeros_only_others_are_chosen() -> None:
 def test_random_elements_are_all_equally_likely() -> None:
     counts = torch.zeros(30)
     for seed in range(3000):
-        counts[one_of_each_stratum(30, 7, seed)] += 1
+        counts[one_of_each_stratum(30, 7, drawing(seed))] += 1
     assert float((counts - 700).abs().max()) < 5 * math.sqrt(700)
+
+
+def test_random_elements_are_others_in_every_step() -> None:
+    numel, steps = 1000, 2000
+    found = torch.zeros(numel)
+    codec = PARTS["randomk"]("0.1%:warmup=0", None)
+    slices = (Slice(tensor="a", start=0, stop=numel),)
+    parcel = Parcel(0, Message(slices=slices), [torch.zeros(numel)], [(numel, 1)])
+    codec.lay_out([parcel], 0, 1, "")
+    for _ in range(steps):
+        codec.begin({})
+        parcel.values[0].fill_(1.0)
+        converse([codec.converse(parcel)])
+        converse([codec.close()])
+        codec.settle()
+        found += parcel.values[0]
+    # One in a thousand of them each time: 135 of a thousand have not been drawn in two thousand steps.
+    assert abs(int((found == 0).sum()) - 135) < 50
+
+
+def test_qsgd_rounds_otherwise_in_every_step() -> None:
+    ranks, (gradient,) = ranks_of("qsgd", 1), gradients_of(1, 0)
+    applied = torch.zeros(NUMEL)
+    for _ in range(200):
+        step(ranks, [gradient])
+        applied += ranks[0].got() / 200
+    assert float((applied - gradient).abs().max()) < 5 * (math.sqrt(512) / 7) / math.sqrt(200)
 
 
 def test_what_gtopk_drops_on_the_way_is_left_over_where_it_was_dropped() -> None:
@@ -494,8 +522,9 @@ def test_a_vote_is_the_majoritys_sign() -> None:
     assert torch.equal(ranks[0].got()[matrices], expected[matrices])
 
 
-def test_elements_without_a_gradient_do_not_drift_under_one_bit() -> None:
-    ranks = ranks_of("efsign", 2)
+@pytest.mark.parametrize("name", ["efsign", "signsgd"])
+def test_elements_without_a_gradient_do_not_drift_under_one_bit(name: str) -> None:
+    ranks = ranks_of(name, 2)
     rests = torch.zeros(NUMEL, dtype=torch.bool)
     rests[100:300] = True
     applied = torch.zeros(NUMEL)
@@ -503,6 +532,29 @@ def test_elements_without_a_gradient_do_not_drift_under_one_bit() -> None:
         step(ranks, [gradient.masked_fill(rests, 0.0) for gradient in gradients_of(2, number)])
         applied += ranks[0].got()
     assert float(applied[rests].abs().max()) < 3.0, "no more than a few steps' magnitude"
+
+
+def test_ranks_that_never_agree_do_not_move_anything() -> None:
+    ranks, (gradient,) = ranks_of("signsgd", 2), gradients_of(1, 0)
+    applied = torch.zeros(NUMEL)
+    for _ in range(10):
+        step(ranks, [gradient, -gradient])
+        applied += ranks[0].got()
+    assert not applied.any()
+
+
+@pytest.mark.parametrize("name", FORGET)
+def test_what_no_rank_uses_stays_where_nothing_waits(name: str) -> None:
+    codec, flags = PARTS[name](RECIPES[name], None), torch.zeros(2)
+    slices = tuple(Slice(tensor=tensor, start=0, stop=600) for tensor in ("used", "unused"))
+    parcel = Parcel(0, Message(slices=slices), [torch.zeros(1200)], [(20, 30), (20, 30)], flags)
+    codec.lay_out([parcel], 0, 1, "", ["used", "unused"])
+    codec.begin({})
+    parcel.values[0][:600], flags[0] = 1.0, 1.0
+    converse([codec.converse(parcel)])
+    converse([codec.close()])
+    assert codec.settle()
+    assert parcel.values[0][:600].any() and not parcel.values[0][600:].any()
 
 
 # - Low rank

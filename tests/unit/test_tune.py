@@ -10,11 +10,10 @@ from gradientflow.cost.table import Best, CostTable, Line, Paying
 from gradientflow.lab.workloads import workload
 from gradientflow.plan import NATIVE
 from gradientflow.recipe import as_recipe
-from gradientflow.tune.candidates import MOST, candidates
+from gradientflow.tune.candidates import MOST, candidates, rivals
 from gradientflow.tune.trials import (
-    BLOCK,
     DRIFT,
-    FIRST_BLOCK,
+    PLANS,
     SHARE,
     WINDOW,
     WITHIN_STEPS,
@@ -105,16 +104,18 @@ def test_the_slowest_rank_counts() -> None:
 def test_who_is_clearly_slower_is_out_after_a_round_and_others_have_its_turns() -> None:
     trials = race([1.0, 3.0, 0.99, 2.0], noise=0.0)
     assert trials.end - trials.first > longest(4) and trials.winner == 0
-    num_rounds = (longest(4) - 4 * FIRST_BLOCK) // (2 * BLOCK)
-    first_round = FIRST_BLOCK * (3.0 + 2.0 - 2 * 0.99)
-    assert num_rounds == 4 and trials.lost_s == pytest.approx(first_round + (FIRST_BLOCK + num_rounds * BLOCK) * 0.01)
+    num_rounds = (longest(4) - 4 * PLANS.first_block) // (2 * PLANS.block)
+    first_round = PLANS.first_block * (3.0 + 2.0 - 2 * 0.99)
+    assert num_rounds == 4 and trials.lost_s == pytest.approx(
+        first_round + (PLANS.first_block + num_rounds * PLANS.block) * 0.01
+    )
 
 
 @pytest.mark.parametrize("slow", [1.05, 1.29, 2.0, 6.0])
 def test_trials_cost_no_more_than_two_in_a_hundred_of_a_thousand_steps(slow: float) -> None:
     """With a round more, at most: what it costs is known when it is over."""
     trials = race([slow, 1.0, slow, slow], noise=0.0)
-    assert trials.winner == 1 and trials.lost_s <= SHARE * WITHIN_STEPS * 1.0 + FIRST_BLOCK * 3 * (slow - 1)
+    assert trials.winner == 1 and trials.lost_s <= SHARE * WITHIN_STEPS * 1.0 + PLANS.first_block * 3 * (slow - 1)
     if slow <= 2:
         assert trials.lost_s <= SHARE * WITHIN_STEPS
 
@@ -180,3 +181,19 @@ def test_a_codec_is_for_messages_that_it_pays_for() -> None:
             nbytes = sum(4 * piece.numel for piece in message.slices)
             assert message.dense is not paying.pays(nbytes) and message.pattern == NATIVE
     assert found[0].recipe == "lazy" and max(sizes.values()) > 1e8
+
+
+@pytest.mark.parametrize(
+    ("takes", "codecs"),
+    [(0.1, [True]), (0.8, [False, True]), (1.0, [False, True]), (1.3, [False, True]), (9.0, [False])],
+)
+def test_a_codec_is_tried_where_prices_are_near_each_other(takes: float, codecs: list[bool]) -> None:
+    """takes: of the seconds of a message as it is, those through the codec."""
+    dense = Line(alpha_s=1e-3, beta_s_per_byte=1e-8)
+    paying = Paying(Line(alpha_s=takes * 1e-3, beta_s_per_byte=takes * 1e-8), dense, dense)
+    profile, recipe = workload("resnet-50", compute_s=0.1), as_recipe("lazy:2MB+int8")
+    found = rivals(recipe, profile, 2, paying, gated=False, whole=False)
+    assert ["int8" in each.recipe for each in found] == codecs, "none first: it is the one to beat"
+    for each, coded in zip(found, codecs, strict=True):
+        assert {message.dense for message in each.plan.messages} == {not coded}
+        each.plan.check(profile)

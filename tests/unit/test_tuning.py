@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from gradientflow.cost.table import Best, Line
+from gradientflow.cost.table import Best, Line, Paying
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile, TensorProfile
-from gradientflow.runtime.tuning import ANEW, BACK, NONE, PATIENCE, Tuning
+from gradientflow.recipe import as_recipe
+from gradientflow.runtime.tuning import ANEW, BACK, CODECS, NONE, PATIENCE, Tuning
 from gradientflow.trace import Recorder
+from gradientflow.tune.candidates import rivals
 from gradientflow.tune.notes import Notes
 from gradientflow.tune.trials import SHARE, WINDOW, longest
 
@@ -25,6 +27,8 @@ PROFILE = Profile(tensors=tuple(
 COST = Best({
     NATIVE: Line(alpha_s=3e-3, beta_s_per_byte=1e-8), "ring": Line(alpha_s=1e-3, beta_s_per_byte=1e-8)
 })  # fmt: skip
+#: A codec that gains a fifth of each message.
+PAYING = Paying(Line(alpha_s=8e-4, beta_s_per_byte=8e-9), COST.ways["ring"], COST.ways["ring"])
 #: Steps before the race, of a second each.
 BEFORE = 3
 
@@ -158,3 +162,63 @@ def test_what_auto_does_is_noted_as_it_goes() -> None:
     kinds = [span.kind for span in job.recorder.trace(0).spans]
     [race] = job.tuning.notes.races
     assert kinds.count("trial") == race.end - race.first and kinds.count("tuned") == 1
+
+
+class CodecJob(Job):
+    """Prices say that a codec pays; the race waits for its warm-up."""
+
+    WARM_UP = 9
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.step == BEFORE:
+                found = rivals(as_recipe("lazy+int8"), PROFILE, 2, PAYING, gated=False, whole=False)
+                self.before = self.tuning.prepare(self.exchange, 0, PROFILE, found)
+            if self.step == self.WARM_UP:
+                assert self.tuning.is_waiting and self.tuning.rivals
+                self.tuning.race(self.step)
+            super().run(1)
+
+    def _begin(self) -> None:
+        if self.tuning.is_on:
+            super()._begin()
+        self._began_s = self.now_s
+
+
+def goes_as_it_is(plan: Plan) -> bool:
+    return all(message.dense for message in plan.messages)
+
+
+@pytest.mark.parametrize(("coded_s", "pays"), [(0.8, True), (0.95, True), (0.99, False), (1.04, False), (1.2, False)])
+def test_a_codec_that_should_pay_runs_on_if_steps_are_quicker_with_it(coded_s: float, pays: bool) -> None:
+    job = CodecJob(lambda plan, step: 1.0 if goes_as_it_is(plan) else coded_s)
+    job.run(job.WARM_UP + longest(2, CODECS) + 2 * WINDOW)
+    assert not goes_as_it_is(job.before)
+    chosen = job.tuning.plan_at(job.step)
+    assert goes_as_it_is(chosen) is not pays and "a race chose" in chosen.why
+    assert not job.tuning.is_racing and not job.tuning.is_waiting and job.tuning.rivals == ()
+    (race,) = job.tuning.notes.races
+    assert race.first == job.WARM_UP and race.lost_s <= SHARE * 1000
+
+
+def test_steps_after_a_switch_do_not_count() -> None:
+    """What waited is sent then, and momentum moves."""
+    since: dict[bool, int] = {}
+
+    def took(plan: Plan, step: int) -> float:
+        dense = goes_as_it_is(plan)
+        since.setdefault(dense, step)
+        since.pop(not dense, None)
+        return (1.0 if dense else 0.9) + (0.5 if step < since[dense] + CODECS.skipped else 0.0)
+
+    job = CodecJob(took)
+    job.run(job.WARM_UP + longest(2, CODECS) + 2 * WINDOW)
+    (race,) = job.tuning.notes.races
+    assert [each.measured_s for each in race.tried] == pytest.approx([1.0, 0.9])
+
+
+def test_a_codec_that_has_won_is_not_given_up_for_a_few_slow_steps() -> None:
+    end = CodecJob.WARM_UP + longest(2, CODECS)
+    job = CodecJob(lambda plan, step: 1.0 if goes_as_it_is(plan) else 0.8 if step < end else 1.1)
+    job.run(end + 2 * WINDOW)
+    assert not goes_as_it_is(job.tuning.plan_at(job.step)) and not job.tuning.notes.races[-1].undone

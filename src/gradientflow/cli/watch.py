@@ -92,17 +92,19 @@ def screen(run: RunDirectory, found: list[Account]) -> Group:
     notes = Notes.of(run)
     slow = slowest({one.rank: one.compute_s for one in found})
     lines = [f"slow: {slow}" if slow else "slow: nobody"]
+    recipe = _recipe(run)
+    who = "auto" if recipe.startswith("auto") else "it"
     if notes.doing:
-        lines.append(f"auto is {notes.doing}")
+        lines.append(f"{who} is {notes.doing}")
     elif notes.races:
         race = notes.races[-1]
         lines.append(
-            f"auto runs {race.winner} since step {race.end}; trials have cost {notes.lost_s:.1f} s, in "
+            f"{who} runs {race.winner} since step {race.end}; trials have cost {notes.lost_s:.1f} s, in "
             f"{len(notes.races)} race{'s' * (len(notes.races) > 1)}"
         )
     if (age_s := _age_s(run, first.rank)) > OLD_S:
         lines.append(f"nothing new for {age_s:.0f} s: the run has ended, or stands")
-    words = f"{_recipe(run)}, {len(found)} of {max(notes.world, len(found))} ranks, step {max(o.last for o in found)}"
+    words = f"{recipe}, {len(found)} of {max(notes.world, len(found))} ranks, step {max(o.last for o in found)}"
     return Group(Text(words), table, Text("\n".join(lines)))
 
 

@@ -41,6 +41,8 @@ RESIDUAL = "residual"
 MOMENTUM = "momentum"
 #: Steps after which both memories of a message that goes as it is are empty.
 CLEARED = 2
+#: What becomes of velocities: they stay, are to be shared out evenly in the next step, have been.
+STAY, LEAVE, SHARED = range(3)
 
 
 class Momentum(NamedTuple):
@@ -95,6 +97,7 @@ class Feedback:
         self._num_steps = 0
         self._num_dense = 0  # of them, since messages that go as they are have been doing so
         self._all_pass = False  # every message goes as it is, and loses nothing by that
+        self._velocities = STAY
         self._loaded: Mapping[str, Any] | None = None
 
     @property
@@ -112,9 +115,15 @@ class Feedback:
         return self._all_pass
 
     @property
+    def warmed_up(self) -> bool:
+        """Whether it does what it will do in the long run. (With a guard that is never sure.)"""
+        return self.guard is None and self._num_steps >= self._warm_up.num_steps
+
+    @property
     def settled(self) -> bool:
-        """Whether nothing waits, nothing will, and all ranks have the same share of velocities."""
-        return self._all_pass and self._num_dense > CLEARED
+        """Whether all ranks have the same share of velocities, which are to be remembered elsewhere: as nothing waits
+        and nothing will, or because they were asked to `leave`."""
+        return self._velocities == SHARED or (self._all_pass and self._num_dense > CLEARED)
 
     def traffic(self, parcel: Parcel, world: int) -> Traffic:
         if parcel.message.dense:
@@ -197,9 +206,10 @@ class Feedback:
         self._finite = self._part.learns() and not self._overflown
         if self.guard:
             self.guard.learns()
-        if flags and MOMENTUM in self._slots.kinds:
+        if flags and (MOMENTUM in self._slots.kinds or self._part.forgets):
             self._let_rest({name for name, used in zip(self._flagged, flags[0].tolist(), strict=False) if not used})
-        if self._all_pass and self._num_dense == CLEARED and MOMENTUM in self._slots.kinds:
+        leave = self._velocities == LEAVE or (self._all_pass and self._num_dense == CLEARED)
+        if leave and MOMENTUM in self._slots.kinds:
             yield from self._share_velocities()
 
     def _share_velocities(self) -> Conversation:
@@ -212,14 +222,14 @@ class Feedback:
 
     def _let_rest(self, unused: set[str]) -> None:
         """An optimizer leaves alone what has no gradient on any rank. So do velocities; and as what was sent of such
-        tensors holds some, it has not been sent."""
-        resting = {name for name in unused if self._momenta.get(name, Momentum()).factor}
+        tensors holds some, it has not been sent. Where nothing ever waits there is nothing to send either."""
+        resting = {name for name in unused if self._part.forgets or self._momenta.get(name, Momentum()).factor}
         for parcel in self._parcels if resting else ():
             places = zip(_places(parcel), pieces(parcel), strict=True)
             for (name, number, *bounds), (_, _, _, start, stop) in places:
                 if name in resting:
                     parcel.values[number][slice(*bounds)] = 0.0
-                    for kind in (RESIDUAL, MOMENTUM):
+                    for kind in self._slots.kinds:
                         self._slots.proposed(kind, parcel)[start:stop] = self._slots.now(kind, parcel)[start:stop]
 
     def settle(self) -> bool:
@@ -231,6 +241,8 @@ class Feedback:
                 self.guard.commit()
             self._num_steps += 1
             self._num_dense += 1
+            if self._velocities == LEAVE:
+                self._velocities = SHARED
         return self._finite
 
     # - A message
@@ -413,6 +425,7 @@ class Feedback:
             "signature": self._signature,
             "codec": type(self._part).__name__,
             "part": self._part.state_dict(),
+            "velocities": self._velocities,
             **({"guard": self.guard.state_dict()} if self.guard else {}),
         }
 
@@ -422,6 +435,8 @@ class Feedback:
         if missing:
             raise UsageError(f"the state of compression lacks {', '.join(sorted(missing))}")
         count(state, "num_steps")
+        if state.get("velocities", STAY) not in (STAY, LEAVE, SHARED):
+            raise UsageError(f"the state of compression has {state['velocities']!r:.40} for velocities")
         if unknown := state["slots"].keys() - {RESIDUAL, MOMENTUM}:
             raise UsageError(
                 f"the state of compression has {min(map(str, unknown)):.40} of parameters, which none keeps"
@@ -432,10 +447,24 @@ class Feedback:
         """To be used from the next `lay_out` on."""
         self.check(state)
         self._num_steps = count(state, "num_steps")
+        self._velocities = state.get("velocities", STAY)
         self._loaded = state
+
+    def let_velocities(self, become: int) -> None:
+        """Whatever was to become of them."""
+        self._velocities = become
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "velocities": become}
+
+    def drop_velocities(self) -> None:
+        """Of what was loaded."""
+        assert self._loaded is not None
+        self._loaded = {**self._loaded, "slots": {k: v for k, v in self._loaded["slots"].items() if k != MOMENTUM}}
+        self.let_velocities(become=STAY)
 
     def give_up_velocities(self) -> dict[str, torch.Tensor]:
         """This rank's shares, by parameter name: to be remembered elsewhere from now on."""
+        self._velocities = STAY
         return self._slots.give_up(MOMENTUM) if MOMENTUM in self._slots.kinds else {}
 
     def take_over(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -484,4 +513,5 @@ def summed(states: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
     for tensors in slots.values():
         for values in tensors.values():
             values.mul_(share)
-    return {**states[0], "slots": slots, "signature": ""}
+    velocities = min(LEAVE, states[0].get("velocities", STAY))  # shares are no longer even
+    return {**states[0], "slots": slots, "signature": "", "velocities": velocities}

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from gradientflow.compress.codec import Conversation, Gather, Parcel, Swap, Traffic, gathered_nbytes
+from gradientflow.compress.draws import drawing
 from gradientflow.compress.part import Plain, is_finite, write_out
 
 #: Elements worked on at a time, a multiple of every block: they and their codes stay in a core's cache.
@@ -104,22 +105,14 @@ class Qsgd:
 
 
 class Sign:
-    """One bit, and the mean of magnitudes of a block (EF-sign, Karimireddy et al. 2019). If it is a `vote`, nothing but
-    the bit: what ranks decode is 1 or -1, and so is what becomes of their sum, 1 if that is 0 (signSGD with majority
-    vote, Bernstein et al. 2018)."""
+    """One bit, and the mean of magnitudes of a block (EF-sign, Karimireddy et al. 2019)."""
 
     block, bits = SIGN_BLOCK, 1
-
-    def __init__(self, vote: bool = False) -> None:
-        self._vote = vote
 
     def encode(
         self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, work: torch.Tensor, draw: Draw
     ) -> None:
         codes.copy_(_packed_signs(rows))
-        if self._vote:
-            scales.fill_(1.0)
-            return
         scales.copy_(torch.abs(rows, out=work).sum(dim=1)).div_(self.block)
         scales[-1] *= self.block / last
 
@@ -127,12 +120,30 @@ class Sign:
         torch.mul(_unpacked(codes), (2.0 * scales).unsqueeze(1), out=rows).sub_(scales.unsqueeze(1))
 
 
-def _packed_signs(rows: torch.Tensor) -> torch.Tensor:
-    """Eight in a byte, the first in its lowest bit: 1 unless it is below 0."""
+class Vote(Sign):
+    """Nothing but the bit: what ranks decode is 1 or -1, and so is what becomes of their sum (signSGD with majority
+    vote, Bernstein et al. 2018)."""
+
+    #: What 0 is: a gradient that is not there, a tie of ranks.
+    zero_is_up = True
+
+    def encode(
+        self, rows: torch.Tensor, last: int, codes: torch.Tensor, scales: torch.Tensor, work: torch.Tensor, draw: Draw
+    ) -> None:
+        codes.copy_(_packed_signs(rows, self.zero_is_up))
+        scales.fill_(1.0)
+
+
+def _packed_signs(rows: torch.Tensor, zero_is_up: bool = True) -> torch.Tensor:
+    """Eight in a byte, the first in its lowest bit: 1 if it is above 0."""
     if rows.device.type == "cpu":  # numpy compares in a third of torch's time
-        return torch.from_numpy(np.packbits(rows.numpy().ravel() >= 0, bitorder="little")).view(len(rows), -1)
+        flat = rows.numpy().ravel()
+        return torch.from_numpy(np.packbits(flat >= 0 if zero_is_up else flat > 0, bitorder="little")).view(
+            len(rows), -1
+        )
+    is_up = rows >= 0 if zero_is_up else rows > 0
     weights = 2 ** torch.arange(8, device=rows.device, dtype=torch.uint8)
-    return ((rows >= 0).view(len(rows), -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)
+    return (is_up.view(len(rows), -1, 8) * weights).sum(dim=-1, dtype=torch.uint8)
 
 
 def _unpacked(codes: torch.Tensor) -> torch.Tensor:
@@ -200,8 +211,21 @@ class Quantized(Plain):
     def _drawing(self, message: int, device: torch.device) -> Draw:
         """Numbers that follow from the step, the message and the rank: a run can be repeated, and no lane draws what
         another would have."""
-        generator = torch.Generator().manual_seed(((self._step << 24) + message << 16) + self._rank)
+        generator = drawing(self._step, message, self._rank)
         return lambda like: torch.rand(like.shape, generator=generator).to(device)
+
+
+class Voted(Quantized):
+    """A `Part`: the sign that most ranks have. What has none goes up in one step and down in the next, so that weights
+    do not drift where gradients are 0 or ranks disagree."""
+
+    def __init__(self) -> None:
+        self._vote = Vote()
+        super().__init__(self._vote, forgets=True)
+
+    def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
+        super().begin(density, step, densities)
+        self._vote.zero_is_up = step % 2 == 0
 
 
 class Codes:

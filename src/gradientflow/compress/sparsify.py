@@ -24,6 +24,7 @@ from gradientflow.compress.codec import (
     gathered_nbytes,
     summed_nbytes,
 )
+from gradientflow.compress.draws import drawing
 from gradientflow.compress.part import BLOCK, Plain, pieces, write_out
 
 #: Of all elements, but no fewer than this, a threshold is estimated from.
@@ -94,15 +95,15 @@ def above(values: torch.Tensor, threshold: float) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(found))
 
 
-def one_of_each_stratum(numel: int, number: int, seed: int) -> torch.Tensor:
+def one_of_each_stratum(numel: int, number: int, generator: torch.Generator) -> torch.Tensor:
     """`number` indices in order, each drawn from as many equal parts of the range: no two are the same, all elements
     are equally likely, and no list of all of them has to be shuffled.
 
-    >>> one_of_each_stratum(10, 5, seed=1) // 2
+    >>> one_of_each_stratum(10, 5, drawing(1)) // 2
     tensor([0, 1, 2, 3, 4])
     """
     edges = torch.arange(number + 1) * numel // number
-    draws = torch.rand(number, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    draws = torch.rand(number, generator=generator, dtype=torch.float64)
     return edges[:-1] + (draws * (edges[1:] - edges[:-1])).long()
 
 
@@ -189,8 +190,8 @@ class RandomK(_Sparse):
     """A `Part`: elements drawn by a seed that all ranks share."""
 
     def send(self, parcel: Parcel, total: torch.Tensor, unit: float) -> Conversation:
-        seed = (self._step << 24) + parcel.number
-        drawn = one_of_each_stratum(self._num_taken[parcel.number], self._number(parcel), seed)
+        generator = drawing(self._step, parcel.number)
+        drawn = one_of_each_stratum(self._num_taken[parcel.number], self._number(parcel), generator)
         chosen = self._places(parcel, drawn).to(total.device)
         self._sent[parcel.number] = chosen
         packed = total[chosen]

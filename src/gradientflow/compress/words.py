@@ -12,7 +12,7 @@ from gradientflow.compress.feedback import Feedback
 from gradientflow.compress.guard import Guard
 from gradientflow.compress.lowrank import GUARDED_FLOOR, PowerSgd
 from gradientflow.compress.part import Part
-from gradientflow.compress.quantize import Int8, Qsgd, Quantized, Sign
+from gradientflow.compress.quantize import Int8, Qsgd, Quantized, Sign, Voted
 from gradientflow.compress.sparsify import GTopK, RandomK, Threshold, TopK
 from gradientflow.compress.warmup import STAGES, WarmUp
 from gradientflow.errors import RecipeError
@@ -156,9 +156,7 @@ KINDS: dict[str, Kind] = {
     "qsgd": Kind(lambda words, _: Quantized(Qsgd(words.bits), forgets=True), Words(), "bits", _WHOLE, abrupt=True),
     "efsign": Kind(lambda words, _: Quantized(Sign()), Words(warmup=WARM_UP_STEPS), "", _WHOLE, abrupt=True),
     # Signs and gradients are not of one size: a model gets the ones or the others.
-    "signsgd": Kind(
-        lambda words, _: Quantized(Sign(vote=True), forgets=True), Words(always=True), "", ("corrected",), abrupt=True
-    ),
+    "signsgd": Kind(lambda words, _: Voted(), Words(always=True), "", ("corrected",), abrupt=True),
     "powersgd": Kind(
         lambda words, _: PowerSgd(words.rank),
         Words(density=GUARDED_FLOOR, rank=2, warmup=WARM_UP_STEPS),

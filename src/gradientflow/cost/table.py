@@ -11,7 +11,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, ClassVar, Protocol
 
@@ -288,7 +288,7 @@ class Least:
 
 @dataclass(frozen=True, slots=True)
 class Paying:
-    """A message by a codec where that gains a `MARGIN`, else as it is.
+    """A message by a codec where that gains a `margin`, else as it is.
 
     >>> dense = Line(alpha_s=1.0, beta_s_per_byte=1.0)
     >>> cost = Paying(Line(alpha_s=2.0, beta_s_per_byte=0.5), dense, dense)
@@ -302,11 +302,14 @@ class Paying:
     #: As it is, for planning.
     dense: Cost
 
-    #: Of a message's seconds. What goes as it is is exact, too, and takes no processor's time from computing.
+    #: Of a message's seconds; 1: no codec gains as much.
+    margin: float = field(default_factory=lambda: Paying.MARGIN)
+
+    #: What goes as it is is exact, too, and takes no processor's time from computing.
     MARGIN: ClassVar[float] = 0.1
 
     def pays(self, nbytes: float) -> bool:
-        return self.encoded.seconds(nbytes) < (1 - self.MARGIN) * self.plain.seconds(nbytes)
+        return self.encoded.seconds(nbytes) < (1 - self.margin) * self.plain.seconds(nbytes)
 
     @property
     def beta_s_per_byte(self) -> float:

@@ -29,7 +29,11 @@ def saved_flow(
     directory: str | os.PathLike[str], name: str = "flow", process_group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """A state to load what was saved as `name` into: of ranks, those whose part this one takes over."""
-    metadata = FileSystemReader(directory).read_metadata()
+    try:
+        metadata = FileSystemReader(directory).read_metadata()
+    except Exception as error:  # torch unpickles it, and raises whatever it stumbles over
+        words = str(error).partition("\n")[0]
+        raise DocumentError(f"{directory}: its .metadata cannot be read; {type(error).__name__}: {words}") from None
     paths = {key: path for key, path in (metadata.planner_data or {}).items() if path[0] == name}
     if not paths:
         raise DocumentError(f"{directory}: holds nothing that was saved as {name!r}")

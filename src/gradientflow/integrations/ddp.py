@@ -25,9 +25,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from gradientflow.errors import NothingToTrainError, UsageError
 from gradientflow.exchange import Moment
 from gradientflow.recipe import Recipe
-from gradientflow.runtime.attach import DEADLINE_S, open_flow
+from gradientflow.runtime.attach import open_flow
 from gradientflow.runtime.autograd import distributed_context, inside_backward
 from gradientflow.runtime.flow import GradientFlow
+from gradientflow.runtime.handle import DEADLINE_S
 from gradientflow.runtime.options import NonFinite, Options
 from gradientflow.runtime.pooled import PooledFlow
 from gradientflow.runtime.settings import Settings

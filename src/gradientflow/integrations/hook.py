@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from gradientflow.compress import Feedback
 from gradientflow.errors import TrainingError, UsageError
 from gradientflow.recipe import Recipe
-from gradientflow.runtime.attach import DEADLINE_S
 from gradientflow.runtime.averager import Talk
+from gradientflow.runtime.handle import DEADLINE_S
 from gradientflow.runtime.optimizers import OneOptimizer
 
 _log = logging.getLogger(__name__)

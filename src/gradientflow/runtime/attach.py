@@ -25,7 +25,7 @@ from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.deltas import DeltaFlow, Road, shared_tensors
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import GradientFlow
-from gradientflow.runtime.handle import Flow, held_by_a_flow, trainable
+from gradientflow.runtime.handle import DEADLINE_S, Flow, held_by_a_flow, trainable
 from gradientflow.runtime.leaving import run_directory
 from gradientflow.runtime.optimizers import held_by
 from gradientflow.runtime.options import Allow, NonFinite, Options
@@ -42,9 +42,6 @@ from gradientflow.trace import Recorder
 from gradientflow.tune.memory import Cache
 
 _log = logging.getLogger(__name__)
-
-#: How long a rank waits for the others before it says so. Long enough for a checkpoint on one of them.
-DEADLINE_S = 600.0
 
 
 def attach(
@@ -79,7 +76,8 @@ def attach(
     master_weights: update fp16/bf16 parameters through float32 copies; see `gradientflow.runtime.master`.
     broadcast_buffers: make buffers rank 0's before each training forward, as DDP does.
     nonfinite: what to do, on all ranks together, if an averaged gradient is inf or nan: "pass" it on as DDP
-        does, "raise", or "skip" the step (no parameter has a gradient, so `optimizer.step()` changes nothing).
+        does, "raise", or "skip" the step (no parameter has a gradient, so `optimizer.step()` changes nothing; with a
+        `scaler`, it is the one to skip it).
     gate: put `optimizer.step()` off, part by part, until the next forward pass needs its result, so that gradients
         travel during forward too. None: if the recipe is made for it (flow, bytescheduler, dear) and
         nothing forbids it.

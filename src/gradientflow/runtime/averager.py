@@ -17,10 +17,9 @@ from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange, drive
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.recipe import Recipe
-from gradientflow.runtime.attach import DEADLINE_S
 from gradientflow.runtime.compression import Compression, joined
 from gradientflow.runtime.fingerprint import compare
-from gradientflow.runtime.handle import as_states
+from gradientflow.runtime.handle import DEADLINE_S, as_states
 from gradientflow.runtime.pool import extents
 from gradientflow.runtime.states import COMPRESSION, RANKS, Shares, kept_by, shares
 from gradientflow.saved import count, reading

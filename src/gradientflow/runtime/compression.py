@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradientflow.compress import Conversation, Feedback, Parcel
-from gradientflow.compress.feedback import MOMENTUM, summed
+from gradientflow.compress.feedback import LEAVE, MOMENTUM, STAY, summed
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
@@ -27,6 +27,7 @@ class Compression:
         self._codec, self._scaler = codec, scaler
         self._rank, self._world = 0, 1
         self._optimizer: torch.optim.Optimizer | None = None
+        self._names: Mapping[torch.Tensor, str] = {}
         self._momentum: BorrowedMomentum | None = None
         #: Nothing is left to remember, momentum is the optimizer's own affair: until a plan compresses something again.
         self._stands_aside = False
@@ -36,6 +37,10 @@ class Compression:
     @property
     def nbytes(self) -> int:
         return self._codec.nbytes + (self._momentum.nbytes if self._momentum else 0)
+
+    @property
+    def warmed_up(self) -> bool:
+        return self._codec.warmed_up
 
     @property
     def update_is_due(self) -> bool:
@@ -51,26 +56,31 @@ class Compression:
         self, optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str], *, aloud: bool
     ) -> None:
         """names: of what the optimizer holds of the model. Again whenever that changes."""
-        self._optimizer = optimizer
-        if not self._codec.corrects:
+        self._optimizer, self._names = optimizer, names
+        if not self._codec.corrects and self._momentum is None:
             return
-        objection = why_not(optimizer)
-        if (
-            optimizer is not None
-            and not objection
-            and any(p.requires_grad and p not in names for p in held_by(optimizer))
-        ):
-            objection = "the optimizer also updates parameters whose gradients do not go this way"
+        objection = self._why_not_borrow()
         if not objection:
-            assert isinstance(optimizer, torch.optim.SGD)
-            self.after_update()
-            decays = self._momentum.state_dict() if self._momentum else {}
-            self._momentum = BorrowedMomentum(optimizer, names)
-            self._momentum.load_state_dict(decays)
-            if self._stands_aside:
-                self._momentum.release()
+            self._borrow()
         elif aloud and self._momentum is None:
             _log.warning("gradients that wait are plain sums, no velocities: %s", objection)
+
+    def _why_not_borrow(self) -> str:
+        objection = why_not(self._optimizer)
+        if objection or self._optimizer is None:
+            return objection
+        if any(p.requires_grad and p not in self._names for p in held_by(self._optimizer)):
+            return "the optimizer also updates parameters whose gradients do not go this way"
+        return ""
+
+    def _borrow(self) -> None:
+        assert isinstance(self._optimizer, torch.optim.SGD)
+        self.after_update()
+        decays = self._momentum.state_dict() if self._momentum else {}
+        self._momentum = BorrowedMomentum(self._optimizer, self._names)
+        self._momentum.load_state_dict(decays)
+        if self._stands_aside:
+            self._momentum.release()
 
     def lay_out(
         self, plan: Plan, parcels: Sequence[Parcel], views: Mapping[str, torch.Tensor], exchange: Exchange
@@ -106,6 +116,8 @@ class Compression:
             {name: _as_it_is_shaped(flat * self._world, view).view(view.shape) for name, (flat, view) in shares.items()}
         )
         self._stands_aside = True
+        if not self._codec.corrects:
+            self._momentum = None
 
     def _stand(self, *, aside: bool) -> None:
         if self._momentum is not None and aside != self._stands_aside:
@@ -178,10 +190,24 @@ class Compression:
         lying = self._each(codec["slots"], lambda flat, view: _as_it_lies(flat.view(view.shape), view))
         self._codec.load_state_dict({**codec, "slots": lying})
         self._stand(aside=bool(state.get("stands_aside")))
+        self._find_a_place_for_velocities(codec)
         if self._momentum is not None:
             self._momentum.load_state_dict(state["decays"])
             if MOMENTUM in codec["slots"]:
                 self._momentum.take_velocities()  # of a step that is not the one that was saved
+
+    def _find_a_place_for_velocities(self, codec: Mapping[str, Any]) -> None:
+        """Loaded ones stay if this codec corrects momentum. Else they are the optimizer's from the next step but one
+        on: in the next, ranks add up what each of them has."""
+        if self._codec.corrects and self._momentum is not None:
+            self._codec.let_velocities(become=STAY)
+        elif MOMENTUM in codec["slots"] or codec.get("velocities", STAY) != STAY:
+            if objection := self._why_not_borrow():
+                self._codec.drop_velocities()
+                _log.warning("what the state has of momentum is lost: %s", objection)
+                return
+            self._codec.let_velocities(become=codec.get("velocities", STAY) or LEAVE)
+            self._borrow()
 
     def in_common(self) -> dict[str, Any]:
         """Of the state, what is the same on all ranks."""

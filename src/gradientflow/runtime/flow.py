@@ -311,6 +311,11 @@ class GradientFlow(Flow):
     def alike(self) -> bool:
         return self._options.broadcast_buffers or not any(True for _ in self._model.buffers())
 
+    def cut(self, meet: Callable[[], None]) -> None:
+        if self._roster is not None:
+            with self._breaking():
+                self._roster.check_current()
+
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved with a checkpoint, on every rank."""
         masters = self._masters.state_dict() if self._masters else {}
@@ -662,9 +667,12 @@ class GradientFlow(Flow):
         if self._lost is not None:
             self._broken = self._lost
             self._abandon()
-        elif self._broken is None and roster.somebody_waits():
-            self._broken = PeerError("a worker joins")
-            self._give_up("makes room for a worker that joins", ())
+        elif self._broken is None:
+            with self._breaking():  # without the store nobody can be met any more
+                somebody_waits = roster.somebody_waits()
+            if somebody_waits:
+                self._broken = PeerError("a worker joins")
+                self._give_up("makes room for a worker that joins", ())
         if self._broken is not None:
             self._regroup(self._broken)
 
@@ -861,6 +869,8 @@ class GradientFlow(Flow):
         policy = self._options.nonfinite
         if policy == "pass" and not (self._can_overflow() and not self._options.overflow_is_handled):
             return
+        if policy == "skip" and self._options.overflow_is_handled:
+            return  # the scaler does, on all ranks alike; without gradients to look at it would fail
         bad = [name for name, parameter in self._parameters.items() if not _is_finite(parameter.grad)]
         if bad and policy == "skip":
             self._drop_gradients()

@@ -20,6 +20,9 @@ from gradientflow.tune.explain import Situation, explain
 
 _log = logging.getLogger(__name__)
 
+#: How long a rank waits for the others before it says so. Long enough for a checkpoint on one of them.
+DEADLINE_S = 600.0
+
 
 class Carried(Protocol):
     """A scheduler, say."""
@@ -79,6 +82,11 @@ class Flow(ABC):
     @property
     def gated(self) -> bool:
         """Whether `optimizer.step()` is put off, part by part, until the next forward pass needs its result."""
+        return False
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether plans are tried in turn, or are to be: what runs now is not what will."""
         return False
 
     @property

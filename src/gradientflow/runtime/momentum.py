@@ -19,6 +19,8 @@ import torch
 from gradientflow.compress import Momentum
 
 _MOMENTUM, _DECAY = "momentum", "weight_decay"
+#: SGD turns gradients round first thing, so that its buffers are of those, and ours of gradients as they come.
+_MAXIMIZE = "maximize"
 #: Who keeps an optimizer's momentum. Of several wrappers around a model it is one.
 _HOLDERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[BorrowedMomentum]] = weakref.WeakKeyDictionary()
 
@@ -68,10 +70,11 @@ class BorrowedMomentum:
     def take_velocities(self) -> dict[str, torch.Tensor]:
         """What the optimizer has gathered before; it has it no longer."""
         found = {}
-        for parameter, name in self._names.items():
-            state = self.optimizer.state.get(parameter, {})
-            if (velocity := state.pop("momentum_buffer", None)) is not None:
-                found[name] = velocity
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if parameter in self._names and (velocity := state.pop("momentum_buffer", None)) is not None:
+                    found[self._names[parameter]] = -velocity if group[_MAXIMIZE] else velocity
         return found
 
     @torch.no_grad()
@@ -82,6 +85,8 @@ class BorrowedMomentum:
                 name = self._names.get(parameter, "")
                 if name in velocities:
                     buffer = torch.empty_like(parameter).copy_(velocities[name])
+                    if group[_MAXIMIZE]:
+                        buffer.neg_()
                     if name in self._decays:
                         buffer.add_(self._decays[name])
                     self.optimizer.state[parameter]["momentum_buffer"] = buffer

@@ -40,10 +40,11 @@ from gradientflow.runtime.shares import Watch
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.runtime.states import COMPRESSION, RANKS, kept_by, shares
 from gradientflow.runtime.streams import streams_for
-from gradientflow.runtime.tuning import Tuning
+from gradientflow.runtime.tuning import Tuning, read_field, write_field
 from gradientflow.runtime.waiting import UnfinishedGradient
 from gradientflow.saved import reading
 from gradientflow.trace import MAIN, Span
+from gradientflow.tune.candidates import Candidate, rivals
 from gradientflow.tune.explain import Situation
 from gradientflow.tune.memory import Cache
 from gradientflow.tune.notes import FILE as NOTES
@@ -127,6 +128,10 @@ class PooledFlow(GradientFlow):
     def gated(self) -> bool:
         return self._gate is not None and bool(self._plan_now.stages) and not self._gate_shut
 
+    @property
+    def is_trying(self) -> bool:
+        return self._tuning.is_racing or self._tuning.is_waiting
+
     def begin_forward(self) -> None:
         super().begin_forward()
         if self._gate is not None:
@@ -151,8 +156,11 @@ class PooledFlow(GradientFlow):
         self.catch_up()
         plan = (self._next_plan or self._plan_now).model_dump_json()
         # One that is only a guess yet, or one of several that are being tried, is not to be kept for ever.
-        settled = not (self._observing or self._tuning.is_racing)
+        trying = self._tuning.rivals
+        settled = not (self._observing or (self._tuning.is_racing and not trying))
         found = super().state_dict() | {"recipe": str(self.recipe), "plan": plan, "settled": settled}
+        if trying:
+            found["rivals"] = write_field(trying)
         if self._compression:
             kept = {COMPRESSION: self._compression.state_dict()}
             found |= kept_by(self._exchange.rank, self._exchange.world, kept)
@@ -162,19 +170,26 @@ class PooledFlow(GradientFlow):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         self.catch_up()
         states, plan = as_states(state), None
+        trying: tuple[Candidate, ...] = ()
         state = states[0]
+        if self._roster is not None:
+            if self._step:
+                raise UsageError(
+                    f"this worker has joined others at step {self._step}, and has what they have: load a checkpoint "
+                    "before attach(), and the flow's state only if flow.step is 0"
+                )
+            super().load_state_dict(state)  # plans are made anew by each generation
+            self._regrouped_at = self._verified_at = self._step
+            return
         if isinstance(state, Mapping) and state.get("recipe") == str(self.recipe) and "plan" in state:
-            # Lanes are this world's own affair: a state saved on another backend may count others.
-            plan = parse_json(Plan, state["plan"], "the saved plan").on_lanes(self._exchange.num_lanes)
-            try:
-                plan.check(self.profile())
-            except ValueError as error:
-                raise UsageError(f"the state was saved for another model: {error}") from None
-            known = {NATIVE, *self._exchange.patterns}
-            goes_by = {message.pattern for message in plan.messages} - {NATIVE}
-            if unknown := {scatter_of(name) if plan.gathers else name for name in goes_by} - known:
-                raise UsageError(f"the saved plan goes by {min(unknown)!r:.40}, which '{self.recipe}' does not")
-            compare(self._exchange.control, describe_plan(plan))
+            plan = self._as_here(parse_json(Plan, state["plan"], "the saved plan"))
+            if "rivals" in state and self._weighs_by_trial:
+                trying = tuple(
+                    each.model_copy(update={"plan": self._as_here(each.plan)})
+                    for each in read_field(state["rivals"], "the saved plans that were to be tried")
+                )
+            same = describe_plan(plan) | {f"rival {n}": each.plan.digest for n, each in enumerate(trying)}
+            compare(self._exchange.control, same)
         super().load_state_dict(state)
         if self._compression and RANKS in state:
             given = shares(states, self._exchange.rank, self._exchange.world)
@@ -191,6 +206,20 @@ class PooledFlow(GradientFlow):
             self._next_plan, self._num_observed = plan, 0
             self._observing = self._observes and not state.get("settled", True)
             self._tuning = self._new_tuning()  # what was found to be best goes on
+            self._tuning.wait_with(trying)
+
+    def _as_here(self, plan: Plan) -> Plan:
+        """One that was saved. Lanes are this world's own affair: a state saved on another backend may count others."""
+        plan = plan.on_lanes(self._exchange.num_lanes)
+        try:
+            plan.check(self.profile())
+        except ValueError as error:
+            raise UsageError(f"the state was saved for another model: {error}") from None
+        known = {NATIVE, *self._exchange.patterns}
+        goes_by = {message.pattern for message in plan.messages} - {NATIVE}
+        if unknown := {scatter_of(name) if plan.gathers else name for name in goes_by} - known:
+            raise UsageError(f"the saved plan goes by {min(unknown)!r:.40}, which '{self.recipe}' does not")
+        return plan
 
     def _let_go(self) -> None:
         if self._gate is not None:
@@ -367,17 +396,36 @@ class PooledFlow(GradientFlow):
             self._next_plan = self._tuning.plan_at(self._step)
             self._write_plan(observed, self._next_plan)
             return
-        own = ""
-        if exchange.rank == planner:
-            plan = self.recipe.plan(observed, exchange.num_lanes, self._cost, gated=gated, whole=whole)
-            own = plan.model_dump_json()
-        heard = exchange.control.from_rank(planner, own, f"hear rank {planner}'s plan")
-        plan = parse_json(Plan, heard, f"rank {planner}'s plan")
-        plan.check(observed)
+        if isinstance(self._cost, Paying) and self._weighs_by_trial:
+            found: tuple[Candidate, ...] = ()
+            if exchange.rank == planner:
+                found = rivals(self.recipe, observed, exchange.num_lanes, self._cost, gated=gated, whole=whole)
+            plan = self._tuning.prepare(exchange, planner, observed, found)
+        else:
+            own = ""
+            if exchange.rank == planner:
+                own = self.recipe.plan(
+                    observed, exchange.num_lanes, self._cost, gated=gated, whole=whole
+                ).model_dump_json()
+            heard = exchange.control.from_rank(planner, own, f"hear rank {planner}'s plan")
+            plan = parse_json(Plan, heard, f"rank {planner}'s plan")
+            plan.check(observed)
         compare(exchange.control, describe_plan(plan))
         if plan != self._plan_now:
             self._next_plan = plan
         self._write_plan(observed, plan)
+
+    @property
+    def _weighs_by_trial(self) -> bool:
+        """Whether real steps tell if a codec pays, where prices do not. Not under a guard, whose densities are others
+        in each step, nor where workers come and go."""
+        return (
+            isinstance(self._codec, Feedback)
+            and self.recipe.weighs
+            and not self.recipe.tunes
+            and self._codec.guard is None
+            and self._roster is None
+        )
 
     def _recall(self) -> bool:
         """Collective, at the end of the first step: whether a plan is remembered that may be as good as it was."""
@@ -437,31 +485,31 @@ class PooledFlow(GradientFlow):
             if context.context is not None:
                 flow._local.add(index)  # taken up from there when backward ends
                 return
-            if got[0] is None or parameter.grad is None:
+            gradient = parameter.grad
+            if got[0] is None or gradient is None:
                 return  # a function in the graph gave no gradient: this parameter was not used
             if arrived_s[index]:
                 raise flow._arrived_twice(index)
             num_seen[index] += 1
             if num_seen[index] == num_expected[index]:
-                take(parameter)
+                take(parameter, gradient)
 
         take = self._taker(index)
         return hook
 
-    def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
-        """What is done with gradient `index` once it is complete."""
+    def _taker(self, index: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """What is done with a parameter and its gradient `index` once that is complete."""
         flow, as_view = self, self._options.gradients_are_views
         arrived_s, views, scales = self._arrived_s, self._views, self._scales
         messages_of, num_missing, handed = self._messages_of, self._num_missing, self._handed
         clock, multiply = self._recorder.clock, torch.mul
         if self._names[index] in self._sparse.names:
-            return lambda parameter: arrived_s.__setitem__(index, clock())
+            return lambda parameter, gradient: arrived_s.__setitem__(index, clock())
 
         kept = self._kept
 
-        def take(parameter: torch.Tensor) -> None:
-            gradient, view = parameter.grad, views[index]
-            assert gradient is not None
+        def take(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+            view = views[index]
             if flow._roster is not None:
                 kept[index] = gradient.clone() if gradient is view else gradient
             if gradient is not view:
@@ -485,6 +533,11 @@ class PooledFlow(GradientFlow):
                     flow._pump.ready(message)
 
         return take
+
+    def _take_gradient(self, index: int) -> None:
+        parameter = self._parameters[self._names[index]]
+        assert parameter.grad is not None
+        self._taker(index)(parameter, parameter.grad)
 
     def _plain_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         name = self._names[index]
@@ -513,6 +566,8 @@ class PooledFlow(GradientFlow):
             with self._breaking():
                 self._agree_on_observed_plan()
             self._opened_s = self._recorder.clock()
+        if self._tuning.is_waiting and self._compression and self._compression.warmed_up:
+            self._tuning.race(self._step)
         if self._tuning.is_on:
             with self._breaking():
                 if self._tuning.step_began(self._exchange, self._step, self._last_opened_s, self._opened_s):
@@ -546,6 +601,8 @@ class PooledFlow(GradientFlow):
     def _bring_views_home(self) -> None:
         """`p.grad.data = values` has made another memory of a view: it becomes the pool's again, values and all."""
         assert self._pool is not None
+        if [view.data_ptr() for view in self._views] == self._addresses:
+            return
         for name, view, address in zip(self._names, self._views, self._addresses, strict=True):
             if view.data_ptr() != address:
                 values, parameter = view.data, self._parameters[name]
@@ -587,10 +644,7 @@ class PooledFlow(GradientFlow):
             # What no rank has is not to have a gradient; that is known when presence has arrived.
             self._pump.wait([self._pool.carrier])
             self._hand_out(absent, kept)
-        on_their_way = [
-            index for index, name in enumerate(self._names) if self._parameters[name].grad is self._handed[index]
-        ]
-        self._gate.open(self._step, on_their_way)
+        self._gate.open(self._step)
 
     # - For the gate
 
@@ -698,7 +752,7 @@ class PooledFlow(GradientFlow):
         never = [index for index in missing if not self._num_seen[index]]
         for index in missing:
             if self._num_seen[index]:
-                self._taker(index)(self._parameters[self._names[index]])
+                self._take_gradient(index)
         if self._options.static_graph and not self._joined:
             self._num_expected[:] = [max(1, seen) for seen in self._num_seen]
         return [index for index in never if self._names[index] not in self._sparse.names]
@@ -735,7 +789,7 @@ class PooledFlow(GradientFlow):
                 name for name in nowhere if not (self._parameters[name].requires_grad and self._pool.views[name].any())
             }
         as_view = self._options.gradients_are_views
-        number = {name: index for index, name in enumerate(self._names)}
+        number = {name: index for index, name in enumerate(self._names)} if absent else {}
         for name in absent - nowhere:
             view = self._pool.views[name]
             self._parameters[name].grad = self._handed[number[name]] if as_view else view.clone()
@@ -770,7 +824,7 @@ class PooledFlow(GradientFlow):
         for index, parameter in enumerate(self._parameters.values()):
             parameter.grad = own.get(index)
         for index in arrived:
-            self._taker(index)(self._parameters[self._names[index]])
+            self._take_gradient(index)
 
     def _memory_of_codec(self) -> dict[str, Any]:
         return self._compression.in_common() if self._compression else {}

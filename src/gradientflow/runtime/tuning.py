@@ -1,7 +1,10 @@
-"""`auto` under a flow: one rank proposes plans, all of them race, and what was quickest runs from then on.
+"""Races under a flow: one rank proposes plans, all of them race, and what was quickest runs from then on.
 
-What has won is remembered (tune/memory.py): the next run of the same model on the same machines begins with it, and
-races only if it is not as quick as it was.
+`auto` races recipes. Any recipe with a codec that is for messages only for which it pays races against itself without,
+where prices do not tell them apart: that is put off until the codec does what it will do in the long run.
+
+What has won for `auto` is remembered (tune/memory.py): the next run of the same model on the same machines begins with
+it, and races only if it is not as quick as it was.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from statistics import median
 
 from pydantic import Field
 
+from gradientflow.compress.feedback import CLEARED
 from gradientflow.cost.table import Best, Paying
 from gradientflow.documents import Document, parse_json
 from gradientflow.exchange import Exchange
@@ -23,10 +27,13 @@ from gradientflow.trace import MAIN, Recorder, Span
 from gradientflow.tune.candidates import MOST, Candidate, candidates, kind
 from gradientflow.tune.memory import CHECKED, Cache, Remembered, fingerprint, fingerprint_of_model
 from gradientflow.tune.notes import Notes, Race, Tried
-from gradientflow.tune.trials import Seen, Trials, allowance_s
+from gradientflow.tune.trials import PLANS, Seen, Trials, Turns, allowance_s
 
 #: Steps before a plan that no longer fits is given up; twice as many before each one after it.
 PATIENCE = 100
+#: With a codec and without. A step more than memories take to be empty gives momentum back to the optimizer. More steps
+#: than `auto` has: there are two plans, seldom three, and they may differ by little.
+CODECS = Turns(first_block=CLEARED + 8, block=CLEARED + 8, skipped=CLEARED + 2, rounds=5)
 #: Wishes, as ranks tell them to each other.
 ANEW, BACK, NONE = "anew", "back", ""
 
@@ -41,6 +48,10 @@ def read_field(text: str, source: str) -> tuple[Candidate, ...]:
     return parse_json(_Field, text, source).candidates
 
 
+def write_field(field: tuple[Candidate, ...]) -> str:
+    return _Field(candidates=field).model_dump_json()
+
+
 class Tuning:
     """Off until it `begin`s or recalls. note: called with what is to be known of it, whenever that changes."""
 
@@ -50,6 +61,8 @@ class Tuning:
         self._recorder, self._cache, self._note = recorder, cache, note
         self._began_s = recorder.clock()
         self._field: tuple[Candidate, ...] = ()
+        self._waiting: tuple[Candidate, ...] = ()  # for their race to begin
+        self._turns = PLANS
         self._trials = Trials(1, 0)
         self._chosen: Plan | None = None
         self._not_before, self._patience = 0, PATIENCE
@@ -66,6 +79,15 @@ class Tuning:
     @property
     def is_racing(self) -> bool:
         return self.is_on and self._chosen is None
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def rivals(self) -> tuple[Candidate, ...]:
+        """Who races with a codec and without, or will; none, if that is over."""
+        return self._waiting or (self._field if self.is_racing and self._turns is CODECS else ())
 
     def know(self, notes: Notes) -> None:
         """Facts that were found, beside what is known already."""
@@ -124,8 +146,10 @@ class Tuning:
         )
 
     def _keep(self) -> None:
-        if self._cache is None or not self._trials.expected_s or self._trials.winner is None:
+        recalls = self._cache is not None and self._turns is PLANS
+        if not recalls or not self._trials.expected_s or self._trials.winner is None:
             return
+        assert self._cache is not None
         model, cluster = self._keys
         won = self._field[self._trials.winner]
         seconds = self._trials.expected_s
@@ -161,21 +185,46 @@ class Tuning:
     ) -> None:
         """Collective. The race begins with this step. One rank's plans: the last digit of a logarithm is the
         processor's own affair. priced_s: what timing messages took."""
-        own = ""
+        own: tuple[Candidate, ...] = ()
         if exchange.rank == planner:
             found = candidates(observed, exchange.num_lanes, cost, gated=gated, whole=whole)
-            own = _Field(candidates=self._with_what_runs(found, gated)).model_dump_json()
-        heard = exchange.control.from_rank(planner, own, f"hear what rank {planner} would try")
-        self._field = read_field(heard, f"rank {planner}'s candidates")
-        for each in self._field:
-            each.plan.check(observed)
+            own = self._with_what_runs(found, gated)
+        self._field, self._turns = self._hear(exchange, planner, observed, own), PLANS
         told = exchange.control.gather(repr(priced_s), "compare what timing messages took")
         self._lost_s += max(float(text) for text in told)
-        self._trials, self._chosen = Trials(len(self._field), step, self._lost_s), None
+        self._trials, self._chosen = Trials(len(self._field), step, self._lost_s, self._turns), None
         self._tell(f"racing {', '.join(map(str, self._field))}")
         if self._trials.winner is not None:
             self._chosen = self._field[0].plan
             self._tell("")
+
+    def _hear(
+        self, exchange: Exchange, planner: int, observed: Profile, own: tuple[Candidate, ...]
+    ) -> tuple[Candidate, ...]:
+        words = write_field(own) if exchange.rank == planner else ""
+        heard = exchange.control.from_rank(planner, words, f"hear what rank {planner} would try")
+        found = read_field(heard, f"rank {planner}'s candidates")
+        for each in found:
+            each.plan.check(observed)
+        return found
+
+    def prepare(self, exchange: Exchange, planner: int, observed: Profile, own: tuple[Candidate, ...]) -> Plan:
+        """Collective. Races those that one rank proposes, if there are several, when it is told to. Returns what is to
+        run until then.
+
+        own: as the planner found them."""
+        found = self._hear(exchange, planner, observed, own)
+        self.wait_with(found if len(found) > 1 else ())
+        return min(found, key=lambda each: each.predicted_s).plan
+
+    def wait_with(self, field: tuple[Candidate, ...]) -> None:
+        self._field, self._waiting, self._chosen = (), field, None
+
+    def race(self, step: int) -> None:
+        """Those that wait, from this step on. The same on all ranks, which need not talk about it."""
+        self._field, self._waiting, self._turns = self._waiting, (), CODECS
+        self._trials = Trials(len(self._field), step, self._lost_s, self._turns)
+        self._tell(f"racing {', '.join(map(str, self._field))}")
 
     def _with_what_runs(self, found: tuple[Candidate, ...], gated: bool) -> tuple[Candidate, ...]:
         """What has won the last race is the one to beat."""
@@ -247,7 +296,8 @@ class Tuning:
         """What this rank would have: another race, what ran before, or nothing."""
         if self._chosen is None:
             return NONE
-        if self._trials.does_not_pay and not self.notes.races[-1].undone:
+        # With a codec steps vary more than a few of them after the race can tell, and those of the race were many.
+        if self._turns is PLANS and self._trials.does_not_pay and not self.notes.races[-1].undone:
             return BACK
         elapsed_s = self._recorder.clock() - self._began_s
         affordable = self._lost_s < allowance_s(self._trials.expected_s, elapsed_s)
@@ -275,4 +325,5 @@ class Tuning:
         ]
         how = {"remembered": "remembered", "start": "tried", "drift": "tried again"}[race.why]
         back = "\nwhat had won was given up: it took longer by itself than in the race" if race.undone else ""
-        return f"auto chose {winner}\n{how}: {', '.join(rows)}{back}\n{winner.plan.explain()}"
+        who = "auto" if self._turns is PLANS else "a race"
+        return f"{who} chose {winner}\n{how}: {', '.join(rows)}{back}\n{winner.plan.explain()}"

@@ -7,6 +7,7 @@ processors is in no table. So a few of them are tried.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from gradientflow.cost.evaluate import evaluate
@@ -21,6 +22,11 @@ SCHEDULES = ("lazy", "lazy:4MB", "merge", "flow")
 FOR_A_GATE = ("flow", "bytescheduler")
 #: Tried beside the default.
 MOST = 3
+#: What a codec has to gain of a message by prices to be tried: it may lose as much, since prices know nothing of what
+#: else processors have to do.
+COULD_PAY = -0.5
+#: What should take so many times as long as the quickest is not tried.
+FAR = 2.0
 
 
 class Candidate(Record):
@@ -64,6 +70,24 @@ def _all(profile: Profile, num_lanes: int, cost: Best | Paying, *, gated: bool, 
                 late = waits and not whole
                 found = evaluate(profile, plan, priced, gated=late, stages=plan.stages)
                 yield Candidate(recipe=str(recipe), plan=plan, predicted_s=found.iteration_s, gated=waits)
+
+
+def rivals(
+    recipe: Recipe, profile: Profile, num_lanes: int, cost: Paying, *, gated: bool, whole: bool
+) -> tuple[Candidate, ...]:
+    """A recipe with its codec for no message, for those that it should pay for, and for those that it could: as far as
+    these differ, and none is clearly the slower. A single one needs no trial."""
+    found: dict[str, Candidate] = {}
+    for margin in (1.0, Paying.MARGIN, COULD_PAY):
+        priced = dataclasses.replace(cost, margin=margin)
+        plan = recipe.plan(profile, num_lanes, priced, gated=gated, whole=whole)
+        coded = not all(message.dense for message in plan.messages)
+        name = str(recipe if coded else recipe.model_copy(update={"codecs": ()}))
+        # As it is, too, by what was measured beside the codec: both with all lanes at once.
+        seconds = evaluate(profile, plan, dataclasses.replace(priced, dense=cost.plain)).iteration_s
+        found.setdefault(kind(plan), Candidate(recipe=name, plan=plan, predicted_s=seconds))
+    least_s = min(each.predicted_s for each in found.values())
+    return tuple(each for each in found.values() if each.predicted_s < FAR * least_s)
 
 
 def kind(plan: Plan) -> str:

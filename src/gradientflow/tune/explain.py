@@ -110,6 +110,8 @@ def _chosen(situation: Situation, account: Account) -> Iterator[str]:
     notes = situation.notes
     if not situation.recipe.tunes:
         yield f"chosen: {situation.recipe}, as asked for or by default; `auto` would try others"
+        if notes.doing or notes.races:
+            yield f"codec: {notes.doing or _over(notes.races[-1])}"
         return
     if not notes.races:
         yield f"chosen: nothing yet; auto is {notes.doing or 'at its beginning'}"

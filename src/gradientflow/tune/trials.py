@@ -9,13 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from gradientflow.documents import Record
 
-#: Steps of a block, in the first round and after it. The first of a block does not count: memory is laid out anew.
-FIRST_BLOCK, BLOCK = 3, 4
-#: If nobody is out.
-ROUNDS = 3
+
+class Turns(NamedTuple):
+    """How long candidates run at a time."""
+
+    #: Steps of a block, in the first round and after it, ...
+    first_block: int
+    block: int
+    #: ... of which so many do not count: memory is laid out anew.
+    skipped: int
+    #: If nobody is out.
+    rounds: int
+
+
+#: Of plans that send the same.
+PLANS = Turns(first_block=3, block=4, skipped=1, rounds=3)
 #: Who takes so many times as long as the quickest in each step is out, after the first round and after others.
 FIRST_DROP, DROP = 1.3, 1.1
 #: Another plan than the first has to gain so much.
@@ -30,9 +42,9 @@ SHARE, WITHIN_STEPS = 0.02, 1000
 NEVER_S = 1e9
 
 
-def longest(number: int) -> int:
+def longest(number: int, turns: Turns = PLANS) -> int:
     """Steps of a race between so many. If some are out early, the others have more turns."""
-    return number * (FIRST_BLOCK + (ROUNDS - 1) * BLOCK) if number > 1 else 0
+    return number * (turns.first_block + (turns.rounds - 1) * turns.block) if number > 1 else 0
 
 
 def allowance_s(iteration_s: float, elapsed_s: float) -> float:
@@ -55,8 +67,9 @@ class Seen(Record):
 class Trials:
     """Of `number` candidates, from the step with number `first` on. before_s: what tuning has cost already."""
 
-    def __init__(self, number: int, first: int, before_s: float = 0.0) -> None:
+    def __init__(self, number: int, first: int, before_s: float = 0.0, turns: Turns = PLANS) -> None:
         self.number, self.first, self._before_s = number, first, before_s
+        self._turns = turns
         self.running = list(range(number))
         self._round, self._round_first = 0, first
         self._seconds: list[list[float]] = [[] for _ in range(number)]
@@ -72,7 +85,7 @@ class Trials:
 
     @property
     def _block(self) -> int:
-        return FIRST_BLOCK if self._round == 0 else BLOCK
+        return self._turns.first_block if self._round == 0 else self._turns.block
 
     @property
     def end(self) -> int:
@@ -98,7 +111,7 @@ class Trials:
             self._num_after += 1
         elif self._round_first <= step < self.end:
             self._num_spent += 1
-            if (step - self._round_first) % self._block:
+            if (step - self._round_first) % self._block >= self._turns.skipped:
                 self._seconds[self.candidate(step)].append(seconds)
             else:
                 self._switches.append((self.candidate(step), seconds))
@@ -126,7 +139,7 @@ class Trials:
         self._round_first, self._round = self.end, self._round + 1
         self.running = [each for each in self.running if least[each] <= drop * found[quickest]]
         may_s = allowance_s(found[quickest], max(one.elapsed_s for one in everybodys)) - self._before_s
-        if self.end - self.first > longest(self.number) or len(self.running) == 1 or self.lost_s > may_s:
+        if self.end - self.first > longest(self.number, self._turns) or len(self.running) == 1 or self.lost_s > may_s:
             gains = found[quickest] < (1 - MARGIN) * found[0]
             self.settle(quickest if gains else 0)
 
