@@ -1,6 +1,6 @@
 """What the runtime itself costs, against stock DDP on loopback.
 
-    python benchmarks/overhead.py [--quick] [--tensors 16 161 604] [--out FILE]
+    python benchmarks/overhead.py [--quick] [--tensors 16 161 604] [--alone] [--out FILE]
 
 Four questions, each answered at 16, 161 and 604 tensors (AlexNet's, ResNet-50's and DenseNet-201's
 counts):
@@ -15,6 +15,8 @@ counts):
    iteration of 100 ms. Below zero: less than DDP.
 4. Peak memory of a worker, each method in processes of its own, against DDP with
    `gradient_as_bucket_view=True`. Bar: at most 2 % more.
+
+`--alone` asks only what a world of one can answer: the first, and its part of the third.
 
 A ratio needs a quiet machine; the script prints the load it found at the start.
 """
@@ -233,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the blocks: to see that it runs")
     parser.add_argument("--tensors", type=int, choices=TENSORS, nargs="+", default=TENSORS)
+    parser.add_argument("--alone", action="store_true", help="only what a world of one can answer")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     blocks = 3 if options.quick else 30
@@ -247,7 +250,8 @@ def main() -> None:
         "memory": [],
     }
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=len(options.tensors) * (1 + len(WORLDS) + 2))
+        num_parts = 1 if options.alone else 1 + len(WORLDS) + 2
+        task = progress.add_task("measuring", total=len(options.tensors) * num_parts)
         for num_tensors in options.tensors:
             wall_s, cpu_s = run(1, calls_alone, num_tensors, blocks)
             figures["beyond_ddp_in_100_ms"] += beyond_ddp(num_tensors, 1, wall_s, cpu_s)
@@ -258,6 +262,8 @@ def main() -> None:
                 row[f"{method}_us_per_tensor"] = row[f"{method}_us_per_step"] / num_tensors
             figures["cpu"].append(row)
             progress.advance(task)
+            if options.alone:
+                continue
             for world in WORLDS:
                 wall_s, cpu_s = run(world, training_steps, num_tensors, blocks)
                 row = {"tensors": num_tensors, "workers": world}

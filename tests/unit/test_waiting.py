@@ -79,6 +79,35 @@ def test_what_asks_for_no_values_does_not_wait(ask: Callable[[nn.Parameter], obj
     make_plain(late.parameter)
 
 
+def test_the_gradient_of_a_parameter_that_waits_is_read_set_and_deleted() -> None:
+    late = Late()
+    gradient = torch.ones(3)
+    late.parameter.grad = gradient
+    assert late.parameter.grad is gradient
+    with pytest.raises(TypeError):
+        late.parameter.grad = 1  # type: ignore[assignment]
+    del late.parameter.grad
+    assert late.parameter.grad is None
+    assert late.num_touched == 0
+    make_plain(late.parameter)
+    assert late.parameter.grad is None
+
+
+class Counting(nn.Parameter):
+    """A parameter class with a gradient of its own making."""
+
+    @property
+    def grad(self):  # type: ignore[no-untyped-def]
+        return "its own"
+
+
+def test_what_a_class_of_the_users_gives_as_gradient_it_gives_while_it_waits() -> None:
+    late = Late(Counting)
+    assert late.parameter.grad == "its own"
+    assert late.num_touched == 0
+    make_plain(late.parameter)
+
+
 def test_a_copy_is_plain() -> None:
     late = Late()
     other = copy.deepcopy(late.parameter)

@@ -54,8 +54,8 @@ class _Stage:
     name: str
     indices: tuple[int, ...]
     messages: tuple[int, ...]
-    #: Parameters whose update is still to come.
-    put_off: list[int] = field(default_factory=list)
+    #: Parameters whose update is still to come, by number.
+    put_off: dict[int, nn.Parameter] = field(default_factory=dict)
 
 
 class Gate:
@@ -155,12 +155,12 @@ class Gate:
 
     # - In the order of a step
 
-    def open(self, step: int, indices: Sequence[int]) -> None:
-        """Backward has ended; the gradients of these parameters are `handed` out and on their way."""
+    def open(self, step: int) -> None:
+        """Backward has ended; gradients are `handed` out, to those parameters that have one, and on their way."""
         with self._lock:
             assert not self.is_open
             self._step = step
-            self._unfinished = set(indices)
+            self._unfinished = set(range(len(self._parameters)))
             self._concluded = False
             self._norms = None
             self._num_updated = self._num_put_off = 0
@@ -173,26 +173,30 @@ class Gate:
                 self.finish()  # of a step() before this one, without an exchange in between
                 return None
             shares = Shares(optimizer)
-            later = [
-                index
-                for index in self._unfinished
-                if shares.holds(parameter := self._parameters[index]) and parameter.grad is self.handed[index]
+            held, parameters, handed, unfinished = shares.held, self._parameters, self.handed, self._unfinished
+            waiting = [
+                {
+                    index: p
+                    for index in stage.indices
+                    if index in unfinished and (p := parameters[index]).grad is handed[index] and id(p) in held
+                }
+                for stage in self._stages
             ]
-            self.was_whole = not later or bool(self._norms)
-            if not later:
+            self._num_put_off = sum(map(bool, waiting))
+            self.was_whole = not self._num_put_off or bool(self._norms)
+            if not self._num_put_off:
                 self.finish()
                 self._num_updated = self._num_put_off = 1
                 return None
-            now = shares.without({id(self._parameters[index]) for index in later})
+            now = shares.without({id(p) for later in waiting for p in later.values()})
             if any(p.grad is not None for group in now.param_groups for p in group["params"]):
                 self._conclude()
             self._shares = shares
             shares.guard_state(self.finish)
-            for index in later:
-                stage = self._stage_of[index]
-                stage.put_off.append(index)
-                make_pending(self._parameters[index], self._touched[id(stage)])
-            self._num_put_off = sum(bool(stage.put_off) for stage in self._stages)
+            for stage, later in zip(self._stages, waiting, strict=True):
+                stage.put_off, touched = later, self._touched[id(stage)]
+                for parameter in later.values():
+                    make_pending(parameter, touched)
             return now
 
     def finish(self) -> None:
@@ -225,9 +229,9 @@ class Gate:
         """Forget the exchange and what hung on it: parameters stay as they are, unfinished gradients go."""
         with self._lock:
             for stage in self._stages:
-                for index in stage.put_off:
-                    make_plain(self._parameters[index])
-                stage.put_off.clear()
+                for parameter in stage.put_off.values():
+                    make_plain(parameter)
+                stage.put_off = {}
             for index in self._unfinished:
                 if self._parameters[index].grad is self.handed[index]:
                     self._parameters[index].grad = None
@@ -316,21 +320,20 @@ class Gate:
 
     def _update(self, stage: _Stage) -> None:
         assert self._shares is not None
-        indices, stage.put_off = stage.put_off, []
-        parameters = [self._parameters[index] for index in indices]
+        updated, stage.put_off = stage.put_off, {}
+        for index in updated if self._factors else ():
+            self._scale(index)
         left = []  # what the user has made of the gradients since
-        for index, parameter in zip(indices, parameters, strict=True):
+        for index, parameter in updated.items():
             make_plain(parameter)
-            if self._factors:
-                self._scale(index)
             left.append(parameter.grad)
             parameter.grad = self._views[index]
-        self._shares.run(parameters)
-        for index, parameter, gradient in zip(indices, parameters, left, strict=True):
+        self._shares.run(list(updated.values()))
+        for (index, parameter), gradient in zip(updated.items(), left, strict=True):
             if gradient is not self.handed[index]:
                 parameter.grad = gradient
-        self._unfinished.difference_update(indices)
-        for index in self._zero_later.intersection(indices) if self._zero_later else ():
+        self._unfinished.difference_update(updated)
+        for index in self._zero_later.intersection(updated) if self._zero_later else ():
             outside_transforms(self._views[index].zero_)
             self._zero_later.discard(index)
         self._num_updated += 1

@@ -37,10 +37,12 @@ class Shares:
             {key: value if key == "params" else _kept(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        self._group_of = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+        #: Identities of the parameters it would update.
+        self.held = {id(p) for group in self._groups for p in group["params"]}
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._group_of
+    @functools.cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
 
     def without(self, left_out: Collection[int]) -> torch.optim.Optimizer:
         """A double of the optimizer that leaves some parameters (identities) alone."""
