@@ -183,6 +183,16 @@ def test_crowded_workers() -> None:
         assert found.iterations_s(1)[-1] == pytest.approx(computing_s + 2 * 1.0 + 3.0 + 2 * 2.0)
 
 
+def test_messages_are_copied_back_while_others_are_on_their_way() -> None:
+    """4 bytes each, one lane: sent from 1 to 5 and from 5 to 9; the first is copied from 5 on, the second from 9 on."""
+    profile = model((4, 0.0, 0.5), (4, 0.0, 1.0))
+    plan, loads = wfbp(profile), [Load(0.0, 4.0)] * 2
+    for scatter_s_per_byte, expected_s in ((0.0, 9.0), (0.5, 9.0 + 2.0), (1.5, 5.0 + 6.0 + 6.0)):
+        conditions = Conditions(scatter_s_per_byte=scatter_s_per_byte)
+        found = Simulation(profile, plan, conditions, 3, gated=False).run(partial(Lanes, plan, loads))
+        assert found.iterations_s(1)[-1] == pytest.approx(expected_s)
+
+
 def test_messages_that_were_quick_alone_slow_each_other_down() -> None:
     profile = model((4, 0.0, 0.0), (4, 0.0, 0.0))
     plan = wfbp(profile).on_lanes(2)

@@ -27,8 +27,6 @@ from gradientflow.patterns import ALL_REDUCES
 from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe, as_recipe
 from gradientflow.trace import Span
-from gradientflow.tune.candidates import MOST
-from gradientflow.tune.trials import longest
 
 #: Bucket sizes that `ddp-best` chooses from, in MB as DDP counts them.
 BUCKETS_MB = (1, 5, 25, 100)
@@ -46,8 +44,6 @@ class Method:
     must_send_nbytes: Callable[[Profile, int], float]
     #: Wraps the module so that messages are noted in the list. None: what `wrap` makes says so itself, or sends none.
     watch: Callable[[nn.Module, list[Span]], nn.Module] | None = None
-    #: Iterations that it tries things in, beyond those that any method has to warm up.
-    num_tried: int = 0
 
 
 #: Beside recipes. `ddp-best` is chosen by a pilot, see bench/worker.py.
@@ -125,7 +121,7 @@ def _recipe(name: str, text: str) -> Method:
         sent = sum(codec.traffic(parcel, world).sent_nbytes for parcel in parcels)
         return sent * _through_servers(recipe, world) if recipe.served else sent
 
-    return Method(name, wrap, must_send, num_tried=longest(1 + MOST) if recipe.tunes else 0)
+    return Method(name, wrap, must_send)
 
 
 def _through_servers(recipe: Recipe, world: int) -> float:

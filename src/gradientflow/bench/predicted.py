@@ -15,8 +15,10 @@ from gradientflow.bench.results import Result, Results
 from gradientflow.documents import Record
 from gradientflow.errors import UsageError, UserError
 from gradientflow.lab.workloads import load
+from gradientflow.plan import Plan
+from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe
-from gradientflow.schedule.fusion import BUCKET_NBYTES, FIRST_BUCKET_NBYTES, buckets
+from gradientflow.schedule.fusion import BUCKET_NBYTES, buckets
 from gradientflow.sim.cluster import Cluster
 from gradientflow.sim.predict import Varying, predict, predict_plan
 
@@ -58,10 +60,12 @@ class Foreteller:
             raise UsageError("there is no network or no computing alone: measure with gradientflow bench")
         self._cluster = _cluster(results)
         scale = _scale(results.command) if scale is None else scale
-        profile = load(alone.workload, compute_s=alone.iteration_s.median, scale=scale)
-        self._profile = profile.model_copy(update={"cpu_s": alone.cpu_s})
         self._world = alone.hosts
         self._varying = Varying.model_validate(results.conditions.model_dump(exclude={"clip_norm"}))
+        # A bake-off's time is that of its slowest rank, whose computing is slowed down already.
+        compute_s = alone.iteration_s.median / self._varying.slowest(self._world)
+        profile = load(alone.workload, compute_s=compute_s, scale=scale)
+        self._profile = profile.model_copy(update={"cpu_s": alone.cpu_s})
         self._clips = results.conditions.clip_norm is not None
 
     def seconds(self, method: str, notes: Sequence[str] = ()) -> float | None:
@@ -70,8 +74,7 @@ class Foreteller:
         if name == "compute" or name in ("ddp-powersgd", "horovod"):
             return None
         if name.startswith("ddp"):
-            # Two at a time, as Gloo has two threads.
-            plan = buckets(profile, _bucket_nbytes(notes), FIRST_BUCKET_NBYTES).on_lanes(2)
+            plan = ddp_buckets(profile, notes)
             cast = name.removeprefix("ddp-") if name in ("ddp-bf16", "ddp-fp16") else ""
             return predict_plan(profile, plan, self._cluster, world, self._varying, cast=cast).iteration_s
         try:
@@ -134,6 +137,13 @@ def _cluster(results: Results) -> Cluster:
 def _scale(command: str) -> float:
     words = shlex.split(command)
     return float(words[words.index("--scale") + 1]) if "--scale" in words else 1.0
+
+
+def ddp_buckets(profile: Profile, notes: Sequence[str] = ()) -> Plan:
+    """Of stock DDP in a bake-off. That gives their size, and then DDP's first one is as large as the others; two travel
+    at a time, as Gloo has two threads."""
+    nbytes = _bucket_nbytes(notes)
+    return buckets(profile, nbytes, nbytes).on_lanes(2)
 
 
 def _bucket_nbytes(notes: Sequence[str]) -> float:

@@ -54,6 +54,8 @@ PROBE_S = 8.0
 #: DDP lays its buckets out anew after the first, a hook or a plan may begin later, and begins with what lasts: threads,
 #: memory.
 WARM_UP_ITERATIONS = max(POWERSGD_START, OBSERVED_STEPS) + 2
+#: Beyond these, iterations of a method that tries plans in turn, some at a time, until it has chosen.
+TRIED, MOST_TRIED = 25, 250
 MIN_ROUNDS = 9
 PILOT_ROUNDS = 3
 CPU_BOUND = 0.85
@@ -138,7 +140,10 @@ class Bakeoff:
             self._peak_memory[name] = 0 if self._spec.brief else self._memory_alone(self._methods[name])
         for name in names:
             self._wrap(name)
-            self._block(name, WARM_UP_ITERATIONS + self._methods[name].num_tried)
+            self._block(name, WARM_UP_ITERATIONS)
+            for _ in range(MOST_TRIED // TRIED):
+                if self._is_trying(name):
+                    self._block(name, TRIED)
         for number in range(self._spec.max_rounds):
             # By the number alone: all ranks draw the same.
             for name in random.Random(number).sample(names, len(names)):
@@ -161,6 +166,11 @@ class Bakeoff:
         self._models[name] = self._methods[name].wrap(self._module, self._optimizer)
         self._blocks[name] = []
         self._row_notes.setdefault(name, [])
+
+    def _is_trying(self, name: str) -> bool:
+        """As all ranks find alike."""
+        model = self._models[name]
+        return isinstance(model, DistributedDataParallel) and model.flow.is_trying
 
     def _unwrap(self, name: str) -> None:
         model = self._models.pop(name)

@@ -8,14 +8,17 @@ group's answers made up.
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from gradientflow.compress import CASTS, PARTS, Answer, Codec, Feedback, Gather, Question, Sum, imagined
+from gradientflow.compress import CASTS, PARTS, Answer, Codec, Feedback, Gather, Parcel, Question, Sum, imagined
 from gradientflow.network import Encoding
+from gradientflow.plan import Message
 from gradientflow.processes import machine_s
 
 #: Of all-reduces whose processor seconds are counted: mostly start-up, and mostly bytes.
@@ -24,10 +27,16 @@ COUNTED_NBYTES = (4096, 2**20)
 IDLE_S = 0.2
 #: Codecs that are run, as recipes name them.
 CODECS = ("fp16", "bf16", "csc", "topk:sampled", "int8", "powersgd:2")
+#: Stretches in which an action's seconds are counted, and the fewest times it is done in each.
+STRETCHES, LEAST_IN_STRETCH = 5, 10
 #: A message of so many tensors, and one of a single one.
 ENCODED_NBYTES, MANY = 2**21, 32
+#: Messages of a step: in training none finds in caches what it had there a step ago.
+ENCODED_MESSAGES = 4
 ENCODED_REPEATS, SETTLING = 5, 2
-GATHERED_NBYTES = 2**25
+GATHERED_NBYTES, GATHERED_REPEATS = 2**25, 15
+#: Between gradients, in which caches become others'.
+GAP_S = 500e-6
 
 
 def here() -> str:
@@ -39,7 +48,16 @@ def here() -> str:
 
 
 def counted_s(once: Callable[[], None], repeats: int) -> float:
-    """Processor seconds of the machine in which `once` was done so often, less what it takes while nothing is done."""
+    """Processor seconds of the machine in which `once` was done so often, less what it takes while nothing is done.
+
+    In stretches, each after a look at the idle machine, of which the median counts: what other programs do for a moment
+    is not ours."""
+    stretches = min(STRETCHES, max(1, repeats // LEAST_IN_STRETCH))
+    shares = [repeats // stretches + (number < repeats % stretches) for number in range(stretches)]
+    return repeats * statistics.median(_own_s(once, share) / share for share in shares)
+
+
+def _own_s(once: Callable[[], None], repeats: int) -> float:
     idle_s, passed_s = _spent(lambda: time.sleep(IDLE_S), 1)
     spent_s, seconds = _spent(once, repeats)
     return max(0.0, spent_s - idle_s / passed_s * seconds)
@@ -65,7 +83,8 @@ def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def gathered_s() -> tuple[float, float]:
     """Of gradients that are scaled into a pool as backward yields them: for each, and for each of their bytes, where
-    both are too large for caches."""
+    both are too large for caches. Backward rests between them, as where something is computed: one after the other in
+    a tight loop they take a quarter of what they take then (6 and 25 us, four ranks on two cores)."""
     small_s = _gathered_s(MANY * 4, MANY)
     return small_s / MANY, max(0.0, _gathered_s(GATHERED_NBYTES, 1) - small_s / MANY) / GATHERED_NBYTES
 
@@ -86,19 +105,32 @@ def _gathered_s(nbytes: int, num_tensors: int) -> float:
 
     def backward_s() -> float:
         times_s = []
-        for _ in range(ENCODED_REPEATS):
-            loss = torch.stack([parameter.sum() for parameter in parameters]).sum()
+        for _ in range(GATHERED_REPEATS):
+            loss = torch.stack([_Gap.apply(parameter.sum()) for parameter in parameters]).sum()  # type: ignore[no-untyped-call]
             start_s = time.thread_time()
             loss.backward()  # type: ignore[no-untyped-call]
             times_s.append(time.thread_time() - start_s)
             for parameter in parameters:
                 parameter.grad = None
-        return min(times_s)
+        return statistics.median(times_s)
 
     plain_s = backward_s()
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
     return max(0.0, backward_s() - plain_s)
+
+
+class _Gap(torch.autograd.Function):
+    """Backward takes a rest there, as it does where something is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(GAP_S)
+        return gradient
 
 
 def encodings(world: int) -> tuple[Encoding, ...]:
@@ -114,29 +146,37 @@ def encoding(word: str, world: int) -> Encoding:
 
 
 def _encoded_s(word: str, num_tensors: int, world: int) -> float:
-    """A whole step of it: one message of so many square matrices, and what it closes the step with."""
+    """A message of so many square matrices, and its part of what a step is closed with."""
     name, _, argument = word.partition(":")
     codec: Codec = CASTS[name](argument) if name in CASTS else PARTS[name](_settled(name, argument), None)
     numel = ENCODED_NBYTES // 4
     rows = 2 ** ((numel // num_tensors).bit_length() // 2)
-    parcel = imagined([(rows, numel // num_tensors // rows)] * num_tensors, torch.float32)
     noise = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    parcel = parcel._replace(values=[noise.clone()])
+    shapes = [(rows, numel // num_tensors // rows)] * num_tensors
+    parcels = [_parcel(number, shapes, noise.clone()) for number in range(ENCODED_MESSAGES)]
     if isinstance(codec, Feedback):
-        codec.lay_out([parcel], 0, world, "")
+        codec.lay_out(parcels, 0, world, "")
         codec.begin({})
     times_s = []
     with torch.no_grad():
         for _ in range(SETTLING + ENCODED_REPEATS):
-            parcel.values[0].copy_(noise)
+            for parcel in parcels:
+                parcel.values[0].copy_(noise)
             start_s = time.thread_time()
-            _converse(codec.converse(parcel), world)
+            for parcel in parcels:
+                _converse(codec.converse(parcel), world)
             if isinstance(codec, Feedback):
                 _converse(codec.close(), world)
                 codec.settle()
                 codec.begin({})
-            times_s.append(time.thread_time() - start_s)
-    return min(times_s[SETTLING:])
+            times_s.append((time.thread_time() - start_s) / len(parcels))
+    return statistics.median(times_s[SETTLING:])
+
+
+def _parcel(number: int, shapes: Sequence[tuple[int, ...]], values: torch.Tensor) -> Parcel:
+    found = imagined(shapes, values.dtype)
+    slices = [piece.model_copy(update={"tensor": f"{number}.{piece.tensor}"}) for piece in found.message.slices]
+    return found._replace(number=number, message=Message(slices=tuple(slices)), values=[values])
 
 
 def _settled(name: str, argument: str) -> str:

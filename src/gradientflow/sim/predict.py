@@ -66,6 +66,11 @@ class Varying(Straggling):
             return [sorted({self.slowdown.get(rank, 1.0) for rank in range(world)}, reverse=True)]
         return self.ranks(world, num_steps)
 
+    def slowest(self, world: int) -> float:
+        """How many times as long computing takes on the slowest worker, where nobody waits for anybody."""
+        by_worker = zip(*self.ranks(world), strict=True)
+        return max(statistics.fmean(paces) for paces in by_worker)
+
     def ranks(self, world: int, num_steps: int = VARYING_STEPS) -> list[list[float]]:
         """By step, of each worker."""
         draw, dice = random.Random(self.seed), random.Random(f"stragglers {self.seed}")
@@ -128,7 +133,8 @@ def predict_plan(
     *,
     cast: str = "",
 ) -> Prediction:
-    """Of messages that somebody else planned, by the backend's own all-reduce, without a gate."""
+    """Of messages that somebody else planned, by the backend's own all-reduce, without a gate, and copied back to where
+    gradients are: stock DDP's buckets."""
     cluster.check_world(world)
     cluster = _alone(cluster) if world == 1 else cluster
     computing = _computing(profile, cluster)
@@ -136,7 +142,13 @@ def predict_plan(
     cost = cluster.all_reduce(world)
     encodings_s = _encodings_s(computing, plan, traffics, [cast] if cast else [], cluster)
     make = _lanes(plan, traffics, encodings_s, cost, cluster, world)
-    work = _Work(computing, plan, make, _conditions(computing, cluster, cost, world), False)
+    # What a gradient takes whatever its size is what Python's hooks take; DDP's are none.
+    conditions = dataclasses.replace(
+        _conditions(computing, cluster, cost, world),
+        gather_s=0.0,
+        scatter_s_per_byte=cluster.overheads.gather_s_per_byte,
+    )
+    work = _Work(computing, plan, make, conditions, False)
     return _predicted(plan.schedule, profile, cluster, world, BSP, work, traffics, varying or Varying())[0]
 
 
@@ -156,7 +168,10 @@ def simulate(
     computing = _computing(profile, cluster)
     gated = _is_gated(recipe, cluster, world)
     cost = message_cost(cluster, recipe, world)
-    plan = _plan(computing, recipe, cluster, world, cost, gated=gated, whole=whole)
+    varying = varying or Varying()
+    # The plan of all is the slowest worker's.
+    slowed = timed(computing, varying.slowest(world) * (computing.forward_s + computing.backward_s))
+    plan = _plan(slowed, recipe, cluster, world, cost, gated=gated, whole=whole)
     traffics = _traffics(plan, computing, recipe.codec(), world)
     encodings_s = _encodings_s(computing, plan, traffics, [choice.name for choice in recipe.codecs], cluster)
     make: Make
@@ -171,7 +186,7 @@ def simulate(
     conditions = _conditions(computing, cluster, cost, world, cluster.overheads.partition_s if piecemeal else 0.0)
     # What looks at all gradients waits for all of them, unless norms go between the halves.
     work = _Work(computing, plan, make, conditions, gated and (plan.norms or not whole))
-    return _predicted(str(recipe), profile, cluster, world, recipe.sync, work, traffics, varying or Varying())
+    return _predicted(str(recipe), profile, cluster, world, recipe.sync, work, traffics, varying)
 
 
 def plan_for(profile: Profile, recipe: Recipe, cluster: Cluster, world: int, *, whole: bool = False) -> Plan:

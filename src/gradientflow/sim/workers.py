@@ -54,6 +54,8 @@ class Conditions:
     #: ... and each gradient when it is there, and each of its bytes.
     gather_s: float = 0.0
     gather_s_per_byte: float = 0.0
+    #: Without a gate, each byte that has arrived, from where messages are to where gradients are.
+    scatter_s_per_byte: float = 0.0
     #: Of all processors that workers share, what a core that every worker is on is, and of that what computing takes.
     crowding: float = 0.0
     computing_share: float = 0.0
@@ -110,6 +112,7 @@ class Simulation:
         self._missing: dict[Handed, int] = {}
         self._unarrived: dict[tuple[int, str], int] = {}  # messages of a tensor still to come
         self._open: dict[int, int] = {}  # messages of a step still to come
+        self._arrived: set[Handed] = set()
         self._waiting: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._spans: list[Span] = []
         self._ends_s: list[list[float]] = [[] for _ in range(conditions.num_kinds)]
@@ -143,7 +146,7 @@ class Simulation:
             yield from self._backward_pass(kind, step)
             if not self._gated:
                 since_s = self._timeline.now_s
-                yield partial(self._all_arrived, step)
+                yield from self._taking_back(step)
                 self._waited(kind, step, "", since_s)
                 yield _Busy(sum(self._update_s.values()))
             yield _Busy(self._conditions.host_s * sum(nbytes > 0 for nbytes in self._nbytes))
@@ -175,6 +178,14 @@ class Simulation:
             yield _Busy(self._conditions.gather_s + self._conditions.gather_s_per_byte * tensor.nbytes)
             self._hand_over(step, tensor.name)
         self._note(kind, "backward", began_s, step)
+
+    def _taking_back(self, step: int) -> _Wants:
+        """Message by message, as stock DDP does it; where nothing is to be done with them, when all are there."""
+        if self._conditions.scatter_s_per_byte:
+            for number, nbytes in enumerate(self._nbytes):
+                yield partial(self._has_arrived, Handed(step, number))
+                yield _Busy(self._conditions.scatter_s_per_byte * nbytes)
+        yield partial(self._all_arrived, step)
 
     def _advance(self, worker: _Wants) -> None:
         for wanted in worker:
@@ -233,6 +244,7 @@ class Simulation:
         now_s = self._timeline.now_s
         self._spans.append(Span("message", message.label, f"lane {message.lane}", taken_s, now_s, handed.step, details))
         self._open[handed.step] -= 1
+        self._arrived.add(handed)
         for name in {piece.tensor for piece in message.slices}:
             key = handed.step, name
             self._unarrived[key] = self._unarrived.get(key, len(self._holders[name])) - 1
@@ -240,6 +252,9 @@ class Simulation:
         self._waiting = [entry for entry in self._waiting if entry[1] not in ready]
         for resume in ready:
             resume()
+
+    def _has_arrived(self, handed: Handed) -> bool:
+        return handed in self._arrived
 
     def _all_arrived(self, step: int) -> bool:
         return self._open.get(step, len(self._plan.messages)) == 0
