@@ -40,7 +40,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 
-# Faults on purpose: about half an hour. FULL=1 makes two and a half to five times as many, SEED=1 draws others.
+# Faults on purpose. FULL=1 makes two and a half to five times as many, in about half an hour; SEED=1 draws others.
 chaos: $(READY)
 	$(BIN)/python benchmarks/chaos.py --times $(if $(FULL),full,usual) --seed $(or $(SEED),0) --out chaos.json
 

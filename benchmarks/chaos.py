@@ -92,6 +92,10 @@ class Training:
         self.flow.close()
         self.flow = gf.attach(self.model, self.optimizer, recipe, **self._options)
 
+    def close(self) -> None:
+        self.flow.close()
+        self._diary.close()
+
     def step(self, poison: float = 0.0) -> None:
         step, crew = self.num_steps, self.flow.crew
         self.optimizer.zero_grad()
@@ -198,7 +202,7 @@ def flatness(diaries: dict[str, list[dict[str, Any]]]) -> dict[str, list[int]]:
 
 def elastic_worker(directory: str, place: tuple[str, int], recipe: str, world: int, number: int) -> None:
     die_with_parent()
-    _log_to(Path(directory, f"{number}.log"))
+    log_to(Path(directory, f"{number}.log"))
     told = {"MASTER_ADDR": place[0], "MASTER_PORT": str(place[1]), "WORLD_SIZE": str(world)}
     os.environ.update({**told, "GRADIENTFLOW_ELASTIC": "1"})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # in a lab it is another
@@ -207,10 +211,10 @@ def elastic_worker(directory: str, place: tuple[str, int], recipe: str, world: i
     stop = Path(directory, "stop")
     while not (stop.exists() and training.flow.step >= int(stop.read_text() or 10**9)):
         training.step()
-    training.flow.close()
+    training.close()
 
 
-def _log_to(path: Path) -> None:
+def log_to(path: Path) -> None:
     log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -257,7 +261,7 @@ class Crew:
     def last(self, number: int) -> dict[str, Any]:
         """What it wrote last."""
         path = self.directory / f"{number}.diary"
-        lines = path.read_text().splitlines(keepends=True)[-2:] if path.exists() else []
+        lines = _end_of(path).splitlines(keepends=True)[-2:] if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         return json.loads(whole[-1]) if whole else {"step": -1, "generation": 0, "crew": [], "at_s": 0.0}
 
@@ -277,15 +281,18 @@ class Crew:
         if together is not None:
             self.wait_for(lambda: all(len(self.last(number)["crew"]) == together for number in self.workers))
 
+    def log_of(self, number: int) -> str:
+        path = self.directory / f"{number}.log"
+        return path.read_text() if path.exists() else ""
+
     def words(self) -> str:
-        logs = [self.directory / f"{number}.log" for number in range(self._num_started)]
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs[-8:] if log.exists())
+        newest = range(max(0, self._num_started - 8), self._num_started)
+        return "\n".join(f"--- worker {number}\n{self.log_of(number)[-1500:]}" for number in newest)
 
     def end(self) -> None:
         """Everybody leaves after the same step."""
         last = max(self.last(number)["step"] for number in self.workers)
-        (self.directory / "now").write_text(str(last + 30))
-        os.replace(self.directory / "now", self.directory / "stop")
+        replace(self.directory / "stop", str(last + 30))
         for number, worker in self.workers.items():
             worker.join(LIMIT_S)
             if worker.exitcode != 0:
@@ -297,6 +304,20 @@ class Crew:
                 os.kill(worker.pid, signal.SIGCONT)
             worker.kill()
             worker.join()
+
+
+def replace(path: Path, text: str) -> None:
+    """Who reads it has the old text or the new."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def _end_of(path: Path) -> str:
+    """Lines are read again and again while somebody writes: two of them are enough."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        return file.read().decode()
 
 
 class Failed(Exception):
@@ -358,11 +379,7 @@ def kills_in_place(recipe: str, times: int, draw: random.Random) -> list[Trial]:
         crew.train(5, together=world)
         for _ in range(times):
             time.sleep(draw.uniform(0.0, 0.2))
-            then = crew.generations()
-            killed_s = time.time()
-            crew.kill(draw.choice(list(crew.workers)))
-            crew.wait_for_others_than(then)
-            trials.append(Trial(IN_PLACE, True, *_regrouped(crew, killed_s)))
+            trials.append(kill_one(crew, draw.choice(list(crew.workers))))
             if draw.random() < 0.5:
                 crew.train(draw.randrange(1, 20))
             crew.start()
@@ -370,36 +387,58 @@ def kills_in_place(recipe: str, times: int, draw: random.Random) -> list[Trial]:
         return judged(crew, recipe, trials)
 
 
+def kill_one(crew: Crew, victim: int) -> Trial:
+    then, killed_s = crew.generations(), time.time()
+    crew.kill(victim)
+    crew.wait_for_others_than(then)
+    return Trial(IN_PLACE, True, *_regrouped(crew, killed_s))
+
+
 def stops(recipe: str, times: int, draw: random.Random) -> list[Trial]:
-    """A worker is stopped. For less than three seconds: the others wait, and nothing else happens. For long: they go on
-    without it; when it is continued it hears of that and ends, and another one joins."""
+    """Three of four for less than three seconds."""
     world, trials = 3, []
     with crew_of(recipe, world) as crew:
         crew.train(5, together=world)
         for number in range(times):
-            long, victim = number % 4 == 3, draw.choice(list(crew.workers))
-            then = crew.generations()
-            stopped_s = time.time()
-            crew.signal(victim, signal.SIGSTOP)
-            if not long:
-                time.sleep(draw.uniform(0.3, 2.5))
-                crew.signal(victim, signal.SIGCONT)
-                continued_s = time.time()
-                crew.train(3)
-                # On a busy machine it may have been stopped for longer than was meant: then it is rightly missed.
-                fine = crew.generations() == then or continued_s - stopped_s > 3.5
-                trials.append(Trial(STOPS, fine, again_s=time.time() - continued_s))
+            victim = draw.choice(list(crew.workers))
+            if number % 4 != 3:
+                trials.append(stop_briefly(crew, victim, draw.uniform(0.3, 2.5)))
                 continue
-            stopped = crew.workers.pop(victim)
-            crew.wait_for_others_than(then)
-            trials.append(Trial(STOPS, True, *_regrouped(crew, stopped_s)))
-            os.kill(stopped.pid, signal.SIGCONT)
-            stopped.join(LIMIT_S)
-            if "the others went on without it" not in (crew.directory / f"{victim}.log").read_text():
-                raise Failed(f"worker {victim} was not told: {crew.words()}")
+            trials.append(stop_for_long(crew, victim))
             crew.start()
             crew.train(1, together=world)
         return judged(crew, recipe, trials)
+
+
+def stop_briefly(crew: Crew, victim: int, seconds: float) -> Trial:
+    """The others wait, and nothing else happens."""
+    then, stopped_s = crew.generations(), time.time()
+    crew.signal(victim, signal.SIGSTOP)
+    time.sleep(seconds)
+    crew.signal(victim, signal.SIGCONT)
+    continued_s = time.time()
+    crew.train(3)
+    # On a busy machine it may have been stopped for longer than was meant: then it is rightly missed.
+    fine = crew.generations() == then or continued_s - stopped_s > 3.5
+    return Trial(STOPS, fine, again_s=time.time() - continued_s)
+
+
+def stop_for_long(crew: Crew, victim: int) -> Trial:
+    """The others go on without it; when it is continued it hears of that and ends."""
+    then, stopped_s = crew.generations(), time.time()
+    crew.signal(victim, signal.SIGSTOP)
+    stopped = crew.workers.pop(victim)
+    crew.wait_for_others_than(then)
+    trial = Trial(STOPS, True, *_regrouped(crew, stopped_s))
+    os.kill(stopped.pid, signal.SIGCONT)
+    _hears_of_it(crew, victim, stopped)
+    return trial
+
+
+def _hears_of_it(crew: Crew, victim: int, process: Any) -> None:
+    process.join(LIMIT_S)
+    if "the others went on without it" not in crew.log_of(victim):
+        raise Failed(f"worker {victim} was not told: {crew.words()}")
 
 
 def _regrouped(crew: Crew, since_s: float) -> tuple[float, float]:
@@ -417,8 +456,7 @@ def _regrouped(crew: Crew, since_s: float) -> tuple[float, float]:
 
 
 def cuts(times: int, seed: int) -> list[Trial]:
-    """A host is cut off. For up to three seconds: nobody is accused, and everything goes on. For long: the others go on
-    without it; when the link is up its worker hears of that and ends, and another one joins."""
+    """Three of four for up to three seconds."""
     draw, trials, recipe = random.Random(f"{CUTS} {seed}"), [], "lazy"
     try:
         lab = Lab(3, 1e9)
@@ -430,24 +468,10 @@ def cuts(times: int, seed: int) -> list[Trial]:
         try:
             crew.train(5, together=3)
             for number in range(times):
-                then, long = crew.generations(), number % 4 == 3
-                host = draw.randrange(1 if long else 0, 3)  # on the first is the store
-                if not long:
-                    with lab.cut_off(host):
-                        time.sleep(draw.uniform(0.5, 3.0))
-                    up_s = time.time()
-                    crew.train(3)
-                    trials.append(Trial(CUTS, crew.generations() == then, again_s=time.time() - up_s))
+                if number % 4 != 3:
+                    trials.append(cut_briefly(crew, draw.randrange(3), draw.uniform(0.5, 3.0)))
                     continue
-                victim = crew.on(host)
-                cut = crew.workers.pop(victim)
-                cut_s = time.time()
-                with lab.cut_off(host):
-                    crew.wait_for_others_than(then)
-                trials.append(Trial(CUTS, True, *_regrouped(crew, cut_s)))
-                cut.join(LIMIT_S)
-                if "the others went on without it" not in (crew.directory / f"{victim}.log").read_text():
-                    raise Failed(f"worker {victim} was not told: {crew.words()}")
+                trials.append(cut_for_long(crew, draw.randrange(1, 3)))  # on the first is the store
                 crew.start()
                 crew.train(1, together=3)
             return judged(crew, recipe, trials)
@@ -457,11 +481,32 @@ def cuts(times: int, seed: int) -> list[Trial]:
             crew.close()
 
 
+def cut_briefly(crew: LabCrew, host: int, seconds: float) -> Trial:
+    """Nobody is accused, and everything goes on."""
+    then = crew.generations()
+    with crew.lab.cut_off(host):
+        time.sleep(seconds)
+    up_s = time.time()
+    crew.train(3)
+    return Trial(CUTS, crew.generations() == then, again_s=time.time() - up_s)
+
+
+def cut_for_long(crew: LabCrew, host: int) -> Trial:
+    """The others go on without it; when the link is up its worker hears of that and ends."""
+    then, cut_s, victim = crew.generations(), time.time(), crew.on(host)
+    process = crew.workers.pop(victim)
+    with crew.lab.cut_off(host):
+        crew.wait_for_others_than(then)
+    trial = Trial(CUTS, True, *_regrouped(crew, cut_s))
+    _hears_of_it(crew, victim, process)
+    return trial
+
+
 class LabCrew(Crew):
     """On each host a worker; the store is on the first."""
 
     def __init__(self, directory: Path, recipe: str, lab: Lab) -> None:
-        self._lab = lab
+        self.lab = lab
         address = lab.hosts[0].address
         command = [sys.executable, "-m", "gradientflow", "store", "--address", address, "--port", "29500"]
         self._held = lab.popen(0, command, stdout=subprocess.PIPE, text=True)
@@ -471,12 +516,15 @@ class LabCrew(Crew):
         self._begin(directory, recipe, len(lab.hosts))
 
     def _launch(self, number: int, task: tuple[Any, ...]) -> Any:
+        return self.launch_apart([sys.executable, __file__, "--worker", json.dumps(task)])
+
+    def launch_apart(self, argv: list[str]) -> _Launched:
+        """On a host that has no worker, in a namespace of its own, so that others do not see the process: as on another
+        machine."""
         taken = {worker.host for worker in self.workers.values()}
-        host = next(each for each in range(len(self._lab.hosts)) if each not in taken)
-        # In a namespace of its own, so that others do not see the process: as on another machine.
+        host = next(each for each in range(len(self.lab.hosts)) if each not in taken)
         apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        argv = [*apart, sys.executable, __file__, "--worker", json.dumps(task)]
-        return _Launched(self._lab.popen(host, argv, stdin=subprocess.DEVNULL), host)
+        return _Launched(self.lab.popen(host, [*apart, *argv], stdin=subprocess.DEVNULL), host)
 
     def on(self, host: int) -> int:
         return next(number for number, worker in self.workers.items() if worker.host == host)
@@ -491,7 +539,16 @@ class _Launched:
     """A subprocess that looks like one of multiprocessing."""
 
     def __init__(self, process: subprocess.Popen[Any], host: int) -> None:
-        self._process, self.pid, self.kill, self.host = process, process.pid, process.kill, host
+        self._process, self.kill, self.host = process, process.kill, host
+
+    @property
+    def pid(self) -> int:
+        """Of the worker itself, a child of `unshare`."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        found = children.read_text().split() if children.exists() else []
+        if not found:
+            raise ProcessLookupError(f"worker of host {self.host}")
+        return int(found[0])
 
     @property
     def exitcode(self) -> int | None:
@@ -508,7 +565,7 @@ class _Launched:
 def group_worker(directory: str, rank: int, world: int, recipes: list[str], left_out: list[int], every: int) -> None:
     """Takes `every` steps with each recipe. What is left out has an inf or a nan on one rank."""
     die_with_parent()
-    _log_to(Path(directory, f"{rank}.log"))
+    log_to(Path(directory, f"{rank}.log"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=world)
@@ -521,7 +578,7 @@ def group_worker(directory: str, rank: int, world: int, recipes: list[str], left
             step = training.num_steps
             bad = step in left_out and step % world == rank
             training.step(float("nan" if step % 2 else "inf") if bad else 0.0)
-    training.flow.close()
+    training.close()
     dist.destroy_process_group()
 
 
@@ -741,7 +798,7 @@ def frames(times: int, seed: int) -> list[Trial]:
     import servers
 
     try:
-        found = servers.strangers(SimpleNamespace(frames=times, clients=max(6, times // 100), seed=seed))
+        found = servers.strangers(SimpleNamespace(frames=times, clients=max(6, times // 100), seed=seed, mode="files"))
     except AssertionError as error:
         return [Trial(FRAMES, False, words=str(error))]
     return [Trial(FRAMES, True, wrong=int(found["wrong"] != 0), more=found, times=times)]

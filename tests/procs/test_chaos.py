@@ -21,6 +21,11 @@ def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("chaos")
 
 
+@pytest.fixture
+def endurance(chaos: ModuleType) -> ModuleType:
+    return importlib.import_module("endurance")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_few_of_each(chaos: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +86,26 @@ def test_the_table_in_the_documents_is_what_was_measured(chaos: ModuleType) -> N
     assert files and all(file.name in page for file in files)
     found = chaos.rows([trial for file in files for trial in json.loads(file.read_text())["trials"]])
     assert chaos.table(found) in page
+
+
+def test_a_story_follows_from_its_seed_and_spares_who_is_watched(endurance: ModuleType) -> None:
+    story = [endurance.chapter_of(1, number) for number in range(60)]
+    assert (
+        story
+        == [endurance.chapter_of(1, number) for number in range(60)]
+        != [endurance.chapter_of(2, n) for n in range(60)]
+    )
+    taken = {fault.host for chapter in story for fault in chapter.faults if fault.what not in ("stop", "cut off")}
+    assert taken == {1, 2}
+    together = {fault.what for chapter in story if not chapter.come_and_go for fault in chapter.faults}
+    assert together == {"stop", "cut off"}
+
+
+def test_growth_is_seen(endurance: ModuleType) -> None:
+    """A megabyte a minute, in two hours; what caches took in the first quarter of it does not count."""
+    flat = [(60.0 * minute, {"resident_mb": min(minute, 30)}) for minute in range(120)]
+    leaking = [(60.0 * minute, {"resident_mb": minute}) for minute in range(120)]
+    assert endurance.flatness(flat)["resident_mb"]["growth an hour"] == 0
+    assert endurance.flatness(leaking)["resident_mb"]["growth an hour"] == 60
+    assert endurance.flatness(leaking)["resident_mb"]["quarter 4"] == 104.5
+    assert endurance.flatness(flat[:7]) == {}

@@ -20,8 +20,8 @@ from torch import nn
 
 import gradientflow as gf
 from gradientflow.integrations.dcp import saved_flow
+from gradientflow.runtime import tuning
 from gradientflow.runtime.states import Kept
-from gradientflow.tune import trials
 from helpers import kept, run_ranks
 from models import Blocks, batch
 
@@ -79,6 +79,9 @@ DELTAS = [
     Case("lazy@diloco:3:delay=1", 3, "adamw", whole=True),
     Case("lazy@diloco:2", 5),
     Case("lazy+int8@diloco:2", 5, whole=True),
+    Case("lazy@diloco:2:warmup=3", 5, whole=True),
+    Case("lazy@diloco:2:warmup=1", 5),
+    Case("lazy:4KB@diloco:4:fragments=2:delay=1:warmup=1", 6, "adamw", whole=True),
     Case("lazy+topk:5%:warmup=2@local:2", 5),
     Case("lazy+qsgd:4@local:2", 6),
     Case("lazy@local:3:state=average", 4, "adamw"),
@@ -196,7 +199,7 @@ def test_three_ranks_and_codecs_that_cut_by_rank(tmp_path: Path) -> None:
 
 def race(directory: str) -> tuple[bool, bool]:
     """Whether plans race again after a checkpoint in the middle of a race, and not after it."""
-    trials.ROUNDS = 1  # so that it is over after some twenty steps
+    tuning.PLANS = tuning.PLANS._replace(rounds=1)  # so that it is over after some twenty steps
     pins = []
     for stop in (6, 24):
         first = Job(Case("auto"))
@@ -250,6 +253,15 @@ def moves(path: str, before: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]
     saved = masses(job.flow.state_dict())
     job.flow.close()
     return {kind: (loaded.get(kind, torch.zeros(0)), saved[kind]) for kind in saved}
+
+
+def test_a_checkpoint_of_torchs_that_is_spoilt_is_named(tmp_path: Path) -> None:
+    for content in (None, b"\x80\x04no pickle"):
+        if content is not None:
+            (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(gf.UserError, match=r"its \.metadata cannot be read; \w+: .") as caught:
+            saved_flow(tmp_path)
+        assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_waits_moves_from_world_to_world(tmp_path: Path) -> None:

@@ -329,6 +329,20 @@ def _nonfinite(kind: str, recipe: str) -> list[float]:
     assert loop.weights() != before
     loop.flow.close()
 
+    if kind == "attach":
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        loop = Loop(kind, recipe=recipe, nonfinite="skip", scaler=scaler)
+        for step in range(3):
+            factor = float("inf") if (dist.get_rank(), step) == (1, 1) else 1.0
+            kept = loop.weights()
+            loop.optimizer.zero_grad()
+            scaler.scale(loop.model(batch(1)).square().mean() * factor).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+            assert (loop.weights() == kept) == (step == 1)
+        assert scaler.get_scale() == 32.0
+        loop.flow.close()
+
     if recipe == "lazy":
         loop = Loop(kind, recipe=recipe)  # as stock: it spreads, on all ranks alike
         poison(loop)

@@ -17,9 +17,10 @@ from torch import nn
 
 import gradientflow as gf
 from gradientflow.cli.elastic import open_store
-from gradientflow.errors import DeadlineError, PeerError
+from gradientflow.errors import DeadlineError, PeerError, UsageError
 from gradientflow.exchange import Exchange
 from gradientflow.runtime import flow as flow_module
+from gradientflow.runtime.handle import open_flows
 from gradientflow.runtime.pooled import PooledFlow
 from helpers import _CONTEXT
 
@@ -67,6 +68,8 @@ def work(port: int, path: str, recipe: str, world: int, mischief: Callable[[], N
         out.write(json.dumps({"ended": "well"}) + "\n")
     except Exception as error:
         out.write(json.dumps({"ended": f"{type(error).__name__}: {error}"}) + "\n")
+        for left in list(open_flows):  # as at a script's end
+            left.close()
 
 
 class _Summing(nn.Module):
@@ -304,3 +307,58 @@ def test_who_has_another_model_is_told_so_alone(directory: Path) -> None:
     diaries = job.wait()
     assert diaries[0][-1]["ended"] == "well"
     assert "worker 1, options: expected" in diaries[1][-1]["ended"] and DeadlineError.__name__ not in diaries[1][-1]
+
+
+def test_without_its_store_the_job_ends_and_nobody_stays(directory: Path) -> None:
+    job = Job(directory, world=2, deadline_s=300.0)
+    job.start()
+    job.start()
+    _until(lambda: len(job.diary(1)) > 2)
+    del job._store
+    began_s = time.monotonic()
+    diaries = job.wait()
+    assert all("the job's store is gone" in diary[-1]["ended"] for diary in diaries), diaries
+    assert time.monotonic() < began_s + 30, "a worker waited for others that it could not hear any more"
+
+
+def saves(port: int, directory: str, numbers: Any) -> None:
+    """Takes steps to the next third, and saves."""
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"})
+    os.environ.update({"GRADIENTFLOW_ELASTIC": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    torch.set_num_threads(1)
+    model = nn.Linear(50, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if saved := gf.load(directory):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    flow = gf.attach(model, optimizer, "lazy+int8:always", deadline_s=20.0)
+    assert flow.crew is not None
+    if saved:
+        flow.load_state_dict(saved["flow"])
+    begun = flow.step
+    while flow.step == begun or flow.step % 3:
+        optimizer.zero_grad()
+        model(torch.ones(4, 50)).sum().backward()
+        optimizer.step()
+    where = gf.save(directory, flow, model=model, optimizer=optimizer)
+    with pytest.raises(UsageError, match="has joined others at step"):
+        flow.load_state_dict(flow.state_dict())
+    numbers.put((flow.crew.rank, begun, where.name if where else None, float(model.weight.sum())))
+    flow.close()
+
+
+def test_the_first_of_them_saves_and_all_may_begin_from_it(directory: Path) -> None:
+    numbers, sums = _CONTEXT.Queue(), []
+    for job in range(2):
+        store = open_store("127.0.0.1", 0)
+        workers = [_CONTEXT.Process(target=saves, args=(store.port, str(directory), numbers)) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        found = sorted(numbers.get(timeout=60) for _ in workers)
+        for worker in workers:
+            worker.join(30)
+        assert [facts[:3] for facts in found] == [(0, 3 * job, str(job + 1)), (1, 3 * job, None)]
+        sums.append(found[0][3])
+        assert found[1][3] == sums[-1]
+    assert sums[0] != sums[1]
+    assert float(gf.load(directory)["model"]["weight"].sum()) == sums[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradientflow as gf
+from gradientflow.errors import DeadlineError, PeerError
 from helpers import run_ranks
 from saving import goes_on, kill_while_saving, newest
 
@@ -39,15 +41,42 @@ def fails_on_one(directory: str) -> str:
         with pytest.raises(gf.UserError) as caught:
             gf.save(directory, flow, model=model, step=2, odd=odd)
         assert gf.load(directory)["step"] == 1
+        with pytest.raises(gf.UserError, match=r"^ZeroDivisionError: division by zero \(rank 1\)$"):
+            gf.save(directory, flow, model=model, loader=_Divides())
         gf.save(directory, flow, model=model, step=3)
         assert gf.load(directory)["step"] == 3 and gf.load(directory, 1)["step"] == 1
     return str(caught.value)
+
+
+class _Divides:
+    def state_dict(self) -> dict[str, float]:
+        return {"share": 1 / (1 - dist.get_rank())}
 
 
 def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     found = run_ranks(2, fails_on_one, str(tmp_path))
     assert found[0] == found[1] and "rank 1" in found[0] and "\n" not in found[0]
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def saves_alone(directory: str) -> str:
+    model = nn.Linear(3, 2)
+    flow = gf.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "lazy")
+    gf.save(directory, flow, model=model)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError) as caught:
+        gf.save(directory, flow, model=model)
+    with pytest.raises(DeadlineError, match="nothing came from rank 1"):
+        flow.close()  # with it goes what is known of rank 1
+        gf.save(directory, model=model, deadline_s=0.5)
+    return str(caught.value)
+
+
+def test_who_does_not_come_to_save_is_named(tmp_path: Path) -> None:
+    words = run_ranks(2, saves_alone, str(tmp_path), lost=(1,))[0]
+    assert "write a checkpoint" in words and "rank 1 is dead" in words and "\n" not in words
+    assert os.listdir(tmp_path) == ["1"]
 
 
 # - SSP and ASP: a cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import zipfile
 from pathlib import Path
 
@@ -79,6 +80,18 @@ def test_a_spoilt_file_is_named(tmp_path: Path, how: str, words: str) -> None:
         gf.load(tmp_path)
     assert "\n" not in str(caught.value)
     assert gf.load(tmp_path, 1)["step"] == 1
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
+    gf.save(tmp_path, step=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # to the writer, what a full disk is
+    try:
+        with pytest.raises(DocumentError, match=r"common\.pt: File too large$"):
+            gf.save(tmp_path, weights=[torch.zeros(5_000) for _ in range(10)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == ["1"] and gf.load(tmp_path)["step"] == 1
 
 
 def test_what_is_no_directory_is_said(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from gradientflow.errors import DeadlineError, TrainingError
+from gradientflow.errors import DeadlineError, PeerError, TrainingError
 from gradientflow.exchange.health import LOOK_S, Health
 
 
@@ -71,6 +71,16 @@ class Control:
         self._wait_until(met, missing, purpose)
         return made
 
+    def to_rank(self, rank: int, text: str, purpose: str) -> list[str]:
+        """Everybody's `text` on that rank, which takes it out of the store; [] on the others, who do not wait."""
+        keys = self._say(text, range(len(self.members)))
+        if self._rank != rank:
+            return []
+        heard = self._hear(keys, purpose)
+        for key in keys.values():
+            self._store.delete_key(key)
+        return heard
+
     def from_rank(self, rank: int, text: str, purpose: str) -> str:
         """That rank's `text`, on every rank."""
         return self._hear(self._say(text, [rank]), purpose)[0]
@@ -106,7 +116,8 @@ class Control:
         try:
             self._poll(done, missing, purpose)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise TrainingError(f"the job's store is gone: rank 0 or the launcher held it ({error})") from error
+            words = str(error).partition("\n")[0]
+            raise TrainingError(f"the job's store is gone: rank 0 or the launcher held it ({words})") from error
         finally:
             self._health.leave()
 
@@ -119,7 +130,12 @@ class Control:
             if now_s > end_s:
                 raise self._too_late(missing(), purpose)
             if now_s > look_s:
-                self._health.check(deadline=False)
+                try:
+                    self._health.check(deadline=False)
+                except PeerError:
+                    if done():  # who has said what it had to say may go
+                        return
+                    raise
                 look_s = now_s + LOOK_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)

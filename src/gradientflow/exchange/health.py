@@ -25,7 +25,19 @@ import torch.distributed as dist
 
 from gradientflow.documents import Record, parse_json
 from gradientflow.errors import DeadlineError, PeerError
-from gradientflow.exchange.verdict import SILENT_S, Beacon, Collective, Life, Peer, Verdict, Wait, judge, slow
+from gradientflow.exchange.verdict import (
+    CUT_OFF_S,
+    SILENT_S,
+    Beacon,
+    Collective,
+    Life,
+    Peer,
+    Verdict,
+    Wait,
+    judge,
+    slow,
+    unable,
+)
 
 BEAT_S = 1.0
 #: How often a waiting thread looks up. Also how long Ctrl-C may take.
@@ -72,7 +84,7 @@ class Health:
         processes: Sequence[Process],
         silent_s: float = SILENT_S,
     ) -> None:
-        self._store = store.clone()  # type: ignore[attr-defined]
+        self._store = store
         self._rank = rank
         self._members = members
         self._deadline_s, self._silent_s = deadline_s, silent_s
@@ -93,8 +105,12 @@ class Health:
         now_s = time.monotonic()
         #: By rank: the newest, and when it was new.
         self._beacons = {rank: (Beacon(rank=rank), now_s) for rank in range(len(processes))}
+        #: When they were read last: who waits for nobody does not look, and then knows nothing of silence.
+        self._read_s = now_s
         self._stopped_since_s: dict[int, float] = {}
         self._answered_s = 0.0
+        #: Its connection is closed, and is not made again.
+        self._store_is_gone = False
         # - The thread's own
         self._beat = 0
         self._collective: _Call | None = None
@@ -112,10 +128,13 @@ class Health:
     def start(self, processes: Sequence[Process]) -> None:
         """All ranks have announced themselves: keep saying where this one is."""
         self.processes = tuple(processes)
-        now_s = self._answered_s = time.monotonic()
+        now_s = self._answered_s = self._read_s = time.monotonic()
         self._beacons = {rank: (Beacon(rank=rank), now_s) for rank in range(len(processes))}
         if len(self._members) == 1:
             return
+        # A connection of its own: a call on the other may last. Not before it is needed, since each 25th connection
+        # to a TCPStore takes five seconds (torch 2.13).
+        self._store = self._store.clone()  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._work, name="gradientflow-beacon", daemon=True)
         self._thread.start()
 
@@ -146,11 +165,14 @@ class Health:
                 time.sleep(0.1)
 
     def beats(self) -> dict[int, tuple[int, float]]:
-        """Of members as the whole job counts them: the newest beat, and since when it has been the newest."""
-        return {self._members[rank]: (beacon.beat, since_s) for rank, (beacon, since_s) in self._beacons.items()}
+        """Of members as the whole job counts them: the newest beat, and since when it has been the newest, as far as
+        was looked."""
+        unseen_s = time.monotonic() - self._read_s
+        return {self._members[rank]: (each.beat, since_s + unseen_s) for rank, (each, since_s) in self._beacons.items()}
 
     def behind(self, step: int) -> dict[int, str]:
-        """Of members that are there and have finished fewer exchanges: by rank, how they ended, "" if they have not."""
+        """Of members that are there and have finished fewer exchanges: by rank, how they ended, "" if they have not.
+        None are known without a store."""
         if len(self._members) == 1:
             return {}
         self.enter("agreement", 0, "let the others catch up")
@@ -158,6 +180,8 @@ class Health:
             self._refresh()
         finally:
             self.leave()
+        if self._store_is_gone or time.monotonic() > self._answered_s + CUT_OFF_S:
+            return {}
         peers = {rank: peer for rank, peer in self.peers().items() if peer.life is not Life.GONE}
         return {rank: peer.beacon.ended for rank, peer in peers.items() if peer.beacon.step < step}
 
@@ -209,7 +233,9 @@ class Health:
             beacon, renewed_s = self._beacons[rank]
             stopped_since_s = self._stopped_since_s.get(rank, now_s) if life is Life.STOPPED else now_s
             self._stopped_since_s[rank] = stopped_since_s
-            found[rank] = Peer(beacon, self._members[rank], now_s - renewed_s, life, now_s - stopped_since_s)
+            # Not until now: a store that is out of reach since then shows nobody's beacon, and accuses nobody.
+            silent_s = self._read_s - renewed_s
+            found[rank] = Peer(beacon, self._members[rank], silent_s, life, now_s - stopped_since_s)
         return found
 
     def _lives(self) -> dict[int, Life]:
@@ -225,18 +251,27 @@ class Health:
         return self._judge_as_known(wait, lives)
 
     def _judge_by_elders(self) -> Verdict | None:
-        """Before ranks have met here, other exchanges of this process know them: is one dead, or has it given up
-        waiting for this rank?"""
+        """Before ranks have met here, other exchanges of this process know them: is one dead or stopped, or has it
+        given up waiting for this rank?"""
         if self._thread is not None:
             return None
         for elder in _exchanging_here.copy():
-            for peer in elder.peers().values() if elder._thread is not None else ():
-                if peer.name not in self._members:
-                    continue
-                if peer.life is Life.GONE:
-                    return Verdict(f"rank {peer.name} is dead, its process no longer exists", (peer.name,))
-                if self._members[self._rank] in peer.beacon.culprits:
-                    return Verdict(f"rank {peer.name} gave up: {peer.beacon.ended}", (peer.name,))
+            if elder._thread is not None and self._judge_by(elder):
+                elder._refresh()  # while nothing waits, it reads no beacons
+                if verdict := self._judge_by(elder):
+                    return verdict
+        return None
+
+    def _judge_by(self, elder: Health) -> Verdict | None:
+        for peer in elder.peers().values():
+            if peer.name not in self._members:
+                continue
+            if self._members[self._rank] in peer.beacon.culprits:
+                return Verdict(f"rank {peer.name} gave up: {peer.beacon.ended}", (peer.name,))
+            if words := unable(peer, self._deadline_s, CUT_OFF_S):
+                return Verdict(f"rank {peer.name} {words}", (peer.name,))
+            if peer.life is Life.GONE:
+                return Verdict(f"rank {peer.name} has ended; {peer.last_seen()}", (peer.name,))
         return None
 
     def _judge_as_known(self, wait: Wait, lives: dict[int, Life]) -> Verdict | None:
@@ -249,6 +284,8 @@ class Health:
         asked_s = time.monotonic()
         self._hurry.set()
         while self._answers() and self._answered_s < asked_s and time.monotonic() < asked_s + 2.0:
+            if self._store_is_gone:
+                return
             time.sleep(0.02)
 
     def _answers(self) -> bool:
@@ -259,10 +296,12 @@ class Health:
     def _work(self) -> None:
         while not self._leaving:
             self._hurry.clear()
-            self._round()
+            if not self._store_is_gone:  # each attempt would write a page of torch's warnings to the terminal
+                self._round()
             self._hurry.wait(BEAT_S)
         with contextlib.suppress(Exception):
-            self._store.set(str(self._rank), self._compose().model_dump_json())
+            if not self._store_is_gone:
+                self._store.set(str(self._rank), self._compose().model_dump_json())
 
     def _round(self) -> None:
         self._beat += 1
@@ -273,6 +312,8 @@ class Health:
             if any(health._waits for health in _exchanging_here.copy()):
                 self._read()
             self._answered_s = began_s
+        except dist.DistNetworkError:
+            self._store_is_gone = True
         except Exception:
             # The store is gone or does not answer. `_answered_s` stays behind, and `judge` sees it.
             self._hurry.wait(BEAT_S)
@@ -284,6 +325,7 @@ class Health:
             beacon = parse_json(Beacon, self._store.get(str(rank)).decode(), f"the beacon of rank {rank}")
             old, renewed_s = self._beacons[rank]
             self._beacons[rank] = (beacon, now_s if beacon.beat != old.beat else renewed_s)
+        self._read_s = now_s
 
     def _compose(self) -> Beacon:
         waits = [_as_wait(entry) for entry in self._waits.copy().values()]
@@ -323,7 +365,8 @@ class Health:
         for other in _exchanging_here.copy():
             for entry in other._waits.copy().values() if other is not self else ():
                 wait = _as_wait(entry)
-                return Collective(name=f"{wait} of another model", ranks=other._members, waited_s=wait.waited_s)
+                whose = "" if wait.kind == "agreement" else " of another model"
+                return Collective(name=f"{wait}{whose}", ranks=other._members, waited_s=wait.waited_s)
         return None
 
 

@@ -150,6 +150,12 @@ class Roster:
         key = _knock(self.generation.number + 1)
         return self._asking.run(lambda: bool(self._store.check([key])))
 
+    def check_current(self) -> None:
+        """Raise if the others have gone on without this worker."""
+        if (found := self.generation) is not None:
+            if self._asking.run(lambda: self._read(found.number + 1)) is not None:
+                raise self._left_behind(found.number + 1)
+
     def leave(self) -> None:
         """For good: nobody waits for this worker any more."""
         self._asking.run(lambda: self._store.set(f"left/{self.number}", ""))
@@ -178,11 +184,7 @@ class Roster:
                     self.generation = found
                     return found
                 if last is not None:
-                    raise PeerError(
-                        f"worker {self.number}: the others went on without it in generation {number}, since it was "
-                        "stopped, cut off or slow; start it anew to join them",
-                        (self.number,),
-                    )
+                    raise self._left_behind(number)
                 number += 1
                 continue
             now_s = time.monotonic()
@@ -204,6 +206,13 @@ class Roster:
                     tuple(missing),
                 )
             time.sleep(LOOK_S)
+
+    def _left_behind(self, generation: int) -> PeerError:
+        return PeerError(
+            f"worker {self.number}: the others went on without it in generation {generation}, since it was stopped, "
+            "cut off or slow; start it anew to join them",
+            (self.number,),
+        )
 
     # - What is in the store
 

@@ -120,7 +120,7 @@ def judge(
     """Why `wait`, which `me` is in, is vain; None if it may still end. `peers` are all ranks but `me`. No
     threshold exceeds `patience_s`. silent_s: how long a beacon may be silent."""
     silent_s = min(silent_s, patience_s)
-    reasons = {rank: _unable(peer, patience_s, silent_s) or _elsewhere(me, wait, peer) for rank, peer in peers.items()}
+    reasons = {rank: unable(peer, patience_s, silent_s) or _elsewhere(me, wait, peer) for rank, peer in peers.items()}
     found = {rank: reason for rank, reason in reasons.items() if reason} or _crossed(me, wait, peers, patience_s)
     if found:
         names = {**{rank: peer.name for rank, peer in peers.items()}, me.beacon.rank: me.name}
@@ -147,7 +147,8 @@ def slow(wait: Wait, peers: Mapping[int, Peer]) -> Verdict:
     )
 
 
-def _unable(peer: Peer, patience_s: float, silent_s: float) -> str:
+def unable(peer: Peer, patience_s: float, silent_s: float) -> str:
+    """Why it cannot come, whatever is waited for; "" if it can, or has said itself why not."""
     if peer.beacon.ended:
         return ""  # it said so itself: see `_elsewhere`
     if peer.life is Life.GONE:

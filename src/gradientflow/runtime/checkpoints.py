@@ -16,6 +16,8 @@ of these (`weights_only`).
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import logging
 import os
 import pickle
@@ -24,7 +26,7 @@ import secrets
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +36,10 @@ import torch.distributed as dist
 from pydantic import Field
 
 from gradientflow.documents import Document, Record, write_text
-from gradientflow.errors import DocumentError, UsageError
-from gradientflow.runtime.handle import Flow
+from gradientflow.errors import DocumentError, GradientFlowError, UsageError
+from gradientflow.exchange.control import Control
+from gradientflow.exchange.health import Health
+from gradientflow.runtime.handle import DEADLINE_S, Flow
 from gradientflow.runtime.states import RANKS, name_of, taken_over
 
 _log = logging.getLogger(__name__)
@@ -76,14 +80,18 @@ def save(
     *,
     keep: int = 2,
     process_group: dist.ProcessGroup | None = None,
+    deadline_s: float = DEADLINE_S,
     **states: Any,
-) -> Path:
+) -> Path | None:
     """Write a checkpoint of `flow` and `states` into `directory`, where the `keep` newest stay. Returns where it is.
 
     Collective. `states` are things with a `state_dict()`, such as model and optimizer, or plain values; where workers
     differ (Local SGD, DiLoCo, SSP, ASP) each rank's are saved, else rank 0's. The state of torch's random generator is
     saved beside them, as "random". If it fails on any rank it does on all, and the checkpoints from before are as they
-    were.
+    were. A rank that does not come is named: at once if it is dead, else after `deadline_s`.
+
+    Where workers come and go (`gradientflow run --elastic`) the first of them writes what all have alike, by itself;
+    the others do not wait for it, and get None.
 
         gf.save("checkpoints", flow, model=model, optimizer=optimizer, step=step)
     """
@@ -91,28 +99,30 @@ def save(
         raise UsageError(f"keep={keep}: at least the newest checkpoint has to stay")
     if taken := {FLOW, RANDOM, RANDOM_CUDA, RANKS} & states.keys():
         raise UsageError(f"{min(taken)!r} is a name of the checkpoint's own: give it another")
-    ranks = _Ranks(process_group)
-    if flow is not None:
-        flow.cut(ranks.meet)
-    everybodys, own = _sorted(flow, states)
-    if not own.get(FLOW, {}).get(RANKS, {}).keys() <= {name_of(ranks.rank, ranks.world)}:
-        raise UsageError("the flow is of other ranks than those that save: give its process_group to save() and load()")
-    path = Path(directory)
+    crew = flow.crew if flow else None
+    if crew is not None and crew.generation and crew.rank:
+        return None
+    with _meeting(process_group, deadline_s, "write a checkpoint") as ranks:
+        if flow is not None:
+            flow.cut(ranks.meet)
+        return _save(Path(directory), flow, states, ranks, keep)
+
+
+def _save(path: Path, flow: Flow | None, states: Mapping[str, Any], ranks: _Ranks, keep: int) -> Path:
+    everybodys, own = ranks.agreed(lambda: _sorted(flow, states, ranks))
     partial = path / ranks.from_first(lambda: _begin(path))
-    files: dict[str, File] = {}
     try:
         written = {f"rank-{ranks.rank}.pt": own} | ({COMMON: everybodys} if ranks.rank == 0 else {})
-        for told in ranks.all(lambda: {name: _write(partial / name, state) for name, state in written.items()}):
-            files |= told
-        final = ranks.from_first(lambda: _finish(path, partial, ranks.world, files, keep))
+        told = ranks.to_first(lambda: {name: _write(partial / name, state) for name, state in written.items()})
+        files = {name: File.model_validate(file) for each in told for name, file in each.items()}
+        return path / ranks.from_first(lambda: _finish(path, partial, ranks.world, files, keep))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return path / final
 
 
-def _sorted(flow: Flow | None, states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sorted(flow: Flow | None, states: Mapping[str, Any], ranks: _Ranks) -> tuple[dict[str, Any], dict[str, Any]]:
     """What one rank writes for all, and what each writes."""
     found = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in states.items()}
     own: dict[str, Any] = {RANDOM: torch.get_rng_state()}
@@ -121,7 +131,12 @@ def _sorted(flow: Flow | None, states: Mapping[str, Any]) -> tuple[dict[str, Any
     if flow is None:
         return found, own
     state = flow.state_dict()
-    own[FLOW] = {RANKS: state.pop(RANKS)} if RANKS in state else {}
+    kept = state.pop(RANKS, {})
+    if flow.crew is not None and flow.crew.generation:
+        return {FLOW: state, **found}, own  # who comes later begins with nothing left over
+    if not kept.keys() <= {name_of(ranks.rank, ranks.world)}:
+        raise UsageError("the flow is of other ranks than those that save: give its process_group to save() and load()")
+    own[FLOW] = {RANKS: kept} if kept else {}
     return ({FLOW: state, **found}, own) if flow.alike else ({FLOW: state}, {**own, **found})
 
 
@@ -134,20 +149,47 @@ def _begin(path: Path) -> str:
     return name
 
 
-def _write(path: Path, state: Mapping[str, Any]) -> File:
+def _write(path: Path, state: Mapping[str, Any]) -> dict[str, int]:
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: rank 0 made it, and it is not here: give a directory that all ranks share")
-    with open(path, "xb") as file:
-        torch.save(dict(state), file)
-        file.flush()
-        os.fsync(file.fileno())
+    with open(path, "xb", buffering=0) as raw:
+        file = _Written(raw)
+        try:
+            torch.save(dict(state), file)  # type: ignore[arg-type]
+            os.fsync(raw.fileno())
+        except Exception as error:
+            why = file.failed or (error if isinstance(error, OSError) else None)
+            if why is None:
+                raise
+            raise DocumentError(f"{path}: {why.strerror or why}") from None
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if unsafe:
         raise UsageError(
             f"a checkpoint holds tensors, numbers, words and containers of these, found {unsafe[0]}: save what it is "
             "made of, or leave it out"
         )
-    return File(nbytes=path.stat().st_size, crc32=_crc32(path))
+    return {"nbytes": path.stat().st_size, "crc32": _crc32(path)}
+
+
+class _Written:
+    """A file for `torch.save`, which has words of its own for whatever goes wrong there ("unexpected pos 25088")."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.failed: OSError | None = None
+
+    def write(self, content: bytes | memoryview) -> int:
+        left = memoryview(content).cast("B")
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self.failed = error
+            raise
+        return memoryview(content).nbytes
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def _finish(path: Path, partial: Path, world: int, files: Mapping[str, File], keep: int) -> str:
@@ -184,7 +226,11 @@ def _sync(path: Path) -> None:
 
 
 def load(
-    directory: str | os.PathLike[str], number: int | None = None, *, process_group: dist.ProcessGroup | None = None
+    directory: str | os.PathLike[str],
+    number: int | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> dict[str, Any]:
     """What `save` was given, of the newest checkpoint in `directory` or of the one with that number; {} if there is
     none yet. Collective.
@@ -199,13 +245,13 @@ def load(
             flow.load_state_dict(saved["flow"])  # the last of them
             torch.set_rng_state(saved["random"])  # only in a world of the same size
     """
-    ranks, path = _Ranks(process_group), Path(directory)
-    chosen = ranks.from_first(lambda: _chosen(path, number))
-    if not chosen:
-        _log.info("no checkpoint in %s yet", path)
-        return {}
-    found: dict[str, Any] = ranks.agreed(lambda: _read_all(path / chosen, ranks.rank, ranks.world))
-    return found
+    path = Path(directory)
+    with _meeting(process_group, deadline_s, "read a checkpoint") as ranks:
+        chosen = ranks.from_first(lambda: _chosen(path, number))
+        if not chosen:
+            _log.info("no checkpoint in %s yet", path)
+            return {}
+        return ranks.agreed(lambda: _read_all(path / chosen, ranks.rank, ranks.world))
 
 
 def _chosen(path: Path, number: int | None) -> str:
@@ -316,39 +362,74 @@ def _crc32(path: Path) -> int:
 
 
 class _Ranks:
-    """Of a process group; without one, a rank is alone."""
+    """Of a process group; without `control`, a rank is alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = (group or dist.group.WORLD) if dist.is_initialized() else None
-        self.rank = dist.get_rank(self._group) if self._group else 0
-        self.world = dist.get_world_size(self._group) if self._group else 1
+    def __init__(self, rank: int, world: int, control: Control | None, purpose: str) -> None:
+        self.rank, self.world = rank, world
+        self._control, self._purpose = control, purpose
 
     def agreed(self, work: Callable[[], T]) -> T:
         """What `work` gave here; if it failed on any rank, it does on all."""
-        outcome, words = None, ""
-        try:
-            outcome = work()
-        except Exception as error:  # the others have to hear of it, whatever it is
-            words = str(error).partition("\n")[0] or type(error).__name__
-        for rank, heard in enumerate(self._gather(words)):
-            if heard:
-                raise DocumentError(f"{heard}{f' (rank {rank})' * (self.world > 1)}")
+        outcome, error = _tried(work)
+        self._confer(None, error)
         return outcome  # type: ignore[return-value]
-
-    def all(self, work: Callable[[], T]) -> list[T]:
-        """What it gave on each rank."""
-        return self._gather(self.agreed(work))
 
     def from_first(self, work: Callable[[], str]) -> str:
         """What it gave on rank 0."""
-        return self.all(lambda: work() if self.rank == 0 else "")[0]
+        return str(self._confer(*(_tried(work) if self.rank == 0 else ("", None)))[0])
+
+    def to_first(self, work: Callable[[], T]) -> list[T]:
+        """What it gave on each rank, on rank 0."""
+        return self._confer(*_tried(work))
 
     def meet(self) -> None:
-        self._gather(None)
+        self._confer(None, None)
 
-    def _gather(self, value: T) -> list[T]:
-        if self._group is None or self.world == 1:
-            return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+    def _confer(self, outcome: Any, error: Exception | None) -> list[Any]:
+        """Rank 0 hears everybody's outcome, and tells the others its own; all hear whose failed."""
+        if self._control is None:
+            heard, failed = [outcome], _words(error)
+        else:
+            texts = self._control.to_rank(0, json.dumps([outcome, _words(error)]), self._purpose)
+            said = [json.loads(text) for text in texts]  # on rank 0
+            heard = [outcome for outcome, _ in said]
+            failed = next((f"{words} (rank {rank})" for rank, (_, words) in enumerate(said) if words), "")
+            told = self._control.from_rank(0, json.dumps([heard[:1], failed]), self._purpose)
+            first, failed = json.loads(told)
+            heard = heard or first
+        if failed:
+            raise DocumentError(failed) from error
+        return heard
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # the others have to hear of it, whatever it is
+        return None, error
+
+
+def _words(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    words = str(error).partition("\n")[0]
+    return words if isinstance(error, GradientFlowError | OSError) and words else f"{type(error).__name__}: {words}"
+
+
+@contextlib.contextmanager
+def _meeting(given: dist.ProcessGroup | None, deadline_s: float, purpose: str) -> Iterator[_Ranks]:
+    """Ranks that read or write together. Through the store: a collective would wait for one that does not come for as
+    long as the group was told, and then not say for whom."""
+    group = (given or dist.group.WORLD) if dist.is_initialized() else None
+    if group is None or dist.get_world_size(group) == 1:
+        yield _Ranks(0, 1, None, purpose)
+        return
+    rank, members = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
+    store = dist.PrefixStore("gradientflow/checkpoints", group.get_group_store())
+    health = Health(dist.PrefixStore("beacons", store), rank, members, deadline_s, ())
+    health.announce()
+    try:
+        corner = dist.PrefixStore(Control(store, rank, members, deadline_s, health).meet(purpose), store)
+        yield _Ranks(rank, len(members), Control(corner, rank, members, deadline_s, health), purpose)
+    finally:
+        health.end()
