@@ -847,7 +847,7 @@ class PooledFlow(GradientFlow):
     def _settle(self) -> None:
         assert self._pool is not None
         if self._observing:
-            self._num_observed += not self._joined
+            self._num_observed += 1  # by who has run out of inputs, too: ranks agree on when to meet
             if self._num_observed == 1 and self._recall():
                 self._observing = False
                 return
