@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradientflow as gf
 from gradientflow.cost.table import Paying
-from gradientflow.tune import memory
+from gradientflow.tune import candidates, memory
 from gradientflow.tune.explain import Situation
 from helpers import run_ranks
 from models import build, loss_of
@@ -129,9 +131,56 @@ def test_what_has_won_is_recalled_and_checked(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"stop": ', '"stop": -'))
     hostile = run_ranks(2, train_with_memory, tmp_path, 6, always)
     assert not hostile[0].settled_at and len(hostile[0].warnings) == 1 and not hostile[1].warnings
-    for ours in (again, changed, hostile):  # through whatever switches, and whatever is in a file
+
+    path.write_text(re.sub(r'"predicted_s": ?[^,}]+', '"predicted_s": NaN', kept.model_dump_json()))
+    absurd = run_ranks(2, train_with_memory, tmp_path, 6, always)
+    path.write_text(kept.model_copy(update={"candidate": kept.candidate.model_copy(update={"recipe": "lazy-ps:3"})})
+                    .model_dump_json())  # fmt: skip
+    foreign = run_ranks(2, train_with_memory, tmp_path, 6, always)
+    for found in (absurd, foreign):
+        assert not found[0].settled_at and len(found[0].warnings) == 1
+    for ours in (again, changed, hostile, absurd, foreign):  # through whatever switches, and whatever is in a file
         for mine, reference in zip(ours, first, strict=True):
             assert all(map(torch.equal, mine.weights, reference.weights))
+
+
+def resume(among_gates: bool) -> tuple[int, str, str]:
+    """From a state of the middle of a race, with a gated plan at its turn, or of its end. Returns how many races there
+    were afterwards, and what is said."""
+    candidates.SCHEDULES, candidates.MOST = ("lazy",), 12
+    rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def trained(until: Callable[[gf.Flow], bool], most: int) -> bool:
+        for step in range(most):
+            optimizer.zero_grad()
+            loss_of(model, "mlp", rank, step, torch.float32).backward()
+            optimizer.step()
+            if until(flow):
+                return True
+        return False
+
+    with gf.attach(model, optimizer, "auto") as flow:
+        trained(lambda flow: flow.is_trying, 8)
+        assert trained(lambda flow: flow.gated if among_gates else not flow.is_trying, 400)
+        assert flow.is_trying == among_gates
+        state = flow.state_dict()
+    with gf.attach(model, optimizer, "auto") as flow:
+        flow.load_state_dict(state)
+        trained(lambda flow: flow.is_trying, 8)
+        races = flow.is_trying
+        trained(lambda flow: not flow.is_trying, 400 if races else 12)
+        return races, flow.explain(), flow._situation().notes.races[-1].winner.recipe
+
+
+def test_a_race_that_was_saved_in_its_midst_begins_again() -> None:
+    for races, words, winner in run_ranks(2, resume, True):
+        assert races and f"chosen: {winner}" in words
+
+
+def test_a_race_that_was_over_is_told_of() -> None:
+    for races, words, winner in run_ranks(2, resume, False):
+        assert not races and f"chosen: {winner}" in words
 
 
 def train_lossy(margin: float) -> tuple[torch.Tensor, list[bool], int, str]:

@@ -836,6 +836,24 @@ def _uneven(side: Side, initial: bool) -> None:
             train(side, wrapped, steps=range(20, 22))  # even again
 
 
+@pytest.mark.parametrize("recipe", ["merge", "auto"])
+def test_inputs_that_end_while_plans_are_made_or_race(recipe: str) -> None:
+    beside_stock(2, _uneven_planning, recipe)
+
+
+def _uneven_planning(side: Side, recipe: str) -> None:
+    for batches in ((2, 5), (0, 4), (30, 1)):
+        wrapped = side.wrap(mlp(), **({"recipe": recipe} if side.ours else {}))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        with wrapped.join():
+            for step in range(batches[dist.get_rank()]):
+                optimizer.zero_grad()
+                mean_square(wrapped, step).backward()
+                optimizer.step()
+        side.weights(wrapped)
+        train(side, wrapped, steps=range(40, 44))
+
+
 def test_uneven_inputs_under_accumulation() -> None:
     beside_stock(2, _uneven_accumulation)
 

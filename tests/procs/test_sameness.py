@@ -72,6 +72,24 @@ def flip_a_master() -> str:
     return ""
 
 
+def change_a_frozen_one() -> str:
+    model = build("mlp", torch.float32, seed=0)
+    name, frozen = next(iter(model.named_parameters()))
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with gf.attach(model, optimizer, "lazy", verify_every=1):
+        frozen.data += dist.get_rank()
+        with pytest.raises(gf.DisagreementError, match=name) as found:
+            for step in range(2):
+                loss_of(model, "mlp", 0, step, torch.float32).backward()
+                optimizer.step()
+    return str(found.value)
+
+
+def test_frozen_parameters_count_too() -> None:
+    assert all(run_ranks(2, change_a_frozen_one))
+
+
 def test_where_workers_differ_and_where_parameters_are_rounded() -> None:
     assert all("on rank 1" in words for words in run_ranks(3, flip_an_anchor, "lazy@diloco:3"))
     assert all(run_ranks(2, flip_a_master))

@@ -94,7 +94,9 @@ def situation(rate: float, alpha_s: float = 1e-3, recipe: str = "auto") -> Situa
         ("lazy", 0.2), ("merge", 0.1)
     ))  # fmt: skip
     race = Race(first=3, end=30, why="start", tried=tried, chosen=1, lost_s=1.5)
-    notes = Notes(world=4, num_lanes=2, computes_s=(0.1, 0.1, 0.1, 0.2), price=price, races=(race,), lost_s=1.5)
+    notes = Notes(
+        world=4, num_lanes=2, computes_s=(0.1, 0.1, 0.1, 0.2), price=price, races=(race,), lost_s=1.5, elapsed_s=55
+    )
     plan = as_recipe("merge").plan(profile, 2, price.cost())
     return Situation(profile, plan, as_recipe(recipe), 4, notes)
 
@@ -119,6 +121,11 @@ def test_an_explanation_is_one_screen_and_says_all_of_it() -> None:
     for part in ("auto: merge", "rank 3 computes 2.00 times", "merge, 100.0 ms, over lazy 200.0 ms (-50 %)",
                  "lost 1.50 s to trials, 0.2 % of 100 steps", "twice the bandwidth"):  # fmt: skip
         assert part in words, words
+
+
+def test_what_tuning_cost_is_a_share_of_all_seconds_of_training() -> None:
+    """55 s until the race was over, with what it took to time messages, and two steps since."""
+    assert "1.50 s to trials, 2.0 % of 32 steps" in explain(situation(1e9), [rank(0, 6.0, num_steps=32)])
 
 
 def test_without_a_step_there_is_little_to_say() -> None:

@@ -204,3 +204,24 @@ def test_the_latest_spans_in_their_order() -> None:
         recorder.add(Span("step", "step", MAIN, step, step + 1, step))
     assert [span.step for span in recorder.trace(0, 2).spans] == [3, 4]
     assert len(recorder.trace(0).spans) == 5
+
+
+@pytest.mark.parametrize(("file", "before", "after", "word"), [
+    ("recipe.toml", "auto", "nope", "nope"),
+    ("plan.json", "features.0.weight", "features.0.other", "different models"),
+    (notes.FILE, "merge", "garbage", "garbage"),
+])  # fmt: skip
+def test_explaining_files_that_do_not_fit_is_refused_in_a_line(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    file: str, before: str, after: str, word: str,
+) -> None:  # fmt: skip
+    race = notes.Race(
+        first=3, end=30, why="start", chosen=0, tried=(notes.Tried(recipe="merge", predicted_s=0.1, measured_s=0.1),)
+    )
+    notes.Notes(world=2, races=(race,)).write(run.path / notes.FILE)
+    path = run.path / file
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+    assert command(monkeypatch, "explain", str(run.path)) == 2
+    said = capsys.readouterr().err.strip()
+    assert word in said and "\n" not in said

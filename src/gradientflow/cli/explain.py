@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradientflow.errors import UsageError
+from gradientflow.errors import DocumentError, UsageError
 
 
 def explain(
@@ -26,5 +26,10 @@ def explain(
     if not ranks:
         raise UsageError(f"{run} holds no trace: run with `gradientflow run --out {run}`, and close the flow")
     traces = [found.trace(rank) for rank in ranks]
-    situation = Situation(found.profile, found.plan, found.recipe, found.run.world, Notes.of(found))
+    profile, plan = found.profile, found.plan
+    try:
+        plan.check(profile)
+    except ValueError as error:
+        raise DocumentError(f"{run}: plan.json and profile.json are of different models: {error}") from None
+    situation = Situation(profile, plan, found.recipe.check(), found.run.world, Notes.of(found))
     print(in_words(situation, traces))

@@ -23,6 +23,7 @@ from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe, as_recipe
 from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.deltas import DeltaFlow, Road, shared_tensors
+from gradientflow.runtime.evening import even_out
 from gradientflow.runtime.fingerprint import compare, describe_plan, describe_tensors
 from gradientflow.runtime.flow import GradientFlow
 from gradientflow.runtime.handle import DEADLINE_S, Flow, held_by_a_flow, trainable
@@ -103,7 +104,10 @@ def attach(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"expected a torch.optim.Optimizer as optimizer, found {type(optimizer).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise UsageError("the model is wrapped in DistributedDataParallel already: attach to model.module, unwrapped")
+        raise UsageError(
+            "the model is wrapped in DistributedDataParallel already: attach to model.module, and call that, not the "
+            "wrapper"
+        )
     if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise UsageError(f"expected a GradScaler as scaler, found {type(scaler).__name__}")
     options = Options(
@@ -253,6 +257,8 @@ def open_flow(
         first |= dict(model.named_buffers()) if broadcast_first_buffers else {}
         tensors = [tensor for name, tensor in first.items() if name not in options.ignored]
         exchange.broadcast(tensors, Stamp(0, Moment.START))
+        if optimizer is not None and broadcast_parameters:
+            even_out(exchange, optimizer, trainable(model, options.ignored))
         if not settings.on:
             if exchange.rank == 0:
                 _log.warning("%s=off: gradients are averaged one by one, not as '%s'", SWITCH_ENV, chosen)

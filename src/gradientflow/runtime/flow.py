@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,7 @@ class GradientFlow(Flow):
         self._step_began_s = 0.0
         self._last_arrived_s: list[float] = []
         self._last_opened_s = 0.0
+        self._previous_opened_s = 0.0  # the same, of the last step also if this rank had no inputs for it
         self._observer: ForwardObserver | None = None
 
         self._closed = False
@@ -329,6 +330,11 @@ class GradientFlow(Flow):
         state = as_states(state)[0]
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise UsageError("expected what state_dict() of a flow gave, version 1")
+        if "sync" in state:
+            raise UsageError(
+                f"the state was saved under {state.get('recipe')!r:.60}, where each worker has parameters of its own: "
+                "load model and optimizer before attach(), which makes them the first rank's, and leave this state out"
+            )
         masters = state.get("master_weights", {})  # torch.distributed.checkpoint leaves out what is empty
         if bool(masters) != (self._masters is not None):
             raise UsageError("the state was saved with another setting of master_weights")
@@ -461,6 +467,8 @@ class GradientFlow(Flow):
             return  # evaluation may happen on one rank only
         if self._options.forward_is_told:
             return
+        if self.exchanging:
+            _check_not_averaged_twice(self._known)
         self.begin_forward()
         if self.exchanging and self._options.broadcast_buffers and self._step != self._regrouped_at:
             self._together(lambda: self.broadcast(list(model.buffers()), Moment.TRAINING))
@@ -552,6 +560,7 @@ class GradientFlow(Flow):
             self._masters.take_gradients()
         if not self._joined:
             self._last_arrived_s, self._last_opened_s = self._arrived_s.copy(), self._opened_s
+        self._previous_opened_s = self._opened_s
         self._done, self._brought_groups = mine, ()
         self._step_ended()
         if somebody_skipped is not None:
@@ -846,7 +855,8 @@ class GradientFlow(Flow):
         self.catch_up()
         began_s = self._recorder.clock()
         masters = self._masters.by_name() if self._masters else {}
-        compared = {**self._parameters, **{f"{name} (its master)": master for name, master in masters.items()}}
+        compared = {name: p for name, p in self._model.named_parameters() if name not in self._options.ignored}
+        compared |= {f"{name} (its master)": master for name, master in masters.items()}
         with self._breaking():
             found = differing(self._exchange, compared, self._step + 1, f"parameters after step {self._step}")
         self._recorder.add(Span("verify", "parameters", MAIN, began_s, self._recorder.clock(), self._step))
@@ -970,3 +980,17 @@ def _is_finite(gradient: torch.Tensor | None) -> bool:
 def _uncompiled(hook: Callable[..., None]) -> OriginalOnly:
     """A compiled model runs around such a hook, not through it: there are clocks and collectives inside."""
     return OriginalOnly(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+
+
+def _check_not_averaged_twice(known: Collection[int]) -> None:
+    """By the flow and by torch's wrapper around the model. The wrapper's hooks cannot be seen, but it says that it is
+    running."""
+    wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is None or not wrapper.require_backward_grad_sync:
+        return
+    for name, parameter in wrapper.module.named_parameters():
+        if id(parameter) in known and name not in wrapper.parameters_to_ignore:
+            raise UsageError(
+                f"the model runs inside DistributedDataParallel, which averages the gradient of {name!r} as well: call "
+                "model.module, not the wrapper, or leave one of the two out"
+            )

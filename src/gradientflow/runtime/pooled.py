@@ -48,7 +48,7 @@ from gradientflow.tune.candidates import Candidate, rivals
 from gradientflow.tune.explain import Situation
 from gradientflow.tune.memory import Cache
 from gradientflow.tune.notes import FILE as NOTES
-from gradientflow.tune.notes import Notes
+from gradientflow.tune.notes import Notes, Race
 
 _log = logging.getLogger(__name__)
 
@@ -161,6 +161,8 @@ class PooledFlow(GradientFlow):
         found = super().state_dict() | {"recipe": str(self.recipe), "plan": plan, "settled": settled}
         if trying:
             found["rivals"] = write_field(trying)
+        elif settled and self._tuning.notes.races:
+            found["race"] = self._tuning.notes.races[-1].model_dump_json()
         if self._compression:
             kept = {COMPRESSION: self._compression.state_dict()}
             found |= kept_by(self._exchange.rank, self._exchange.world, kept)
@@ -205,8 +207,12 @@ class PooledFlow(GradientFlow):
             self._asked_early = False
             self._next_plan, self._num_observed = plan, 0
             self._observing = self._observes and not state.get("settled", True)
+            if self._observing and plan.stages:  # what arrives under the forward pass is not observed
+                self._next_plan = self.recipe.plan(self.profile(), self._exchange.num_lanes)
             self._tuning = self._new_tuning()  # what was found to be best goes on
             self._tuning.wait_with(trying)
+            if "race" in state:
+                self._tuning.remember(parse_json(Race, state["race"], "the saved race"))
 
     def _as_here(self, plan: Plan) -> Plan:
         """One that was saved. Lanes are this world's own affair: a state saved on another backend may count others."""
@@ -560,7 +566,7 @@ class PooledFlow(GradientFlow):
     def _begin(self) -> None:
         self._bring_views_home()
         if not isinstance(self._pump, HookPump):
-            self._replanning.stood(self._pump.idle_s, self._opened_s - self._last_opened_s)
+            self._replanning.stood(self._pump.idle_s, self._opened_s - self._previous_opened_s)
         if self._asked_early:
             self._asked_early = False
             with self._breaking():
@@ -570,7 +576,7 @@ class PooledFlow(GradientFlow):
             self._tuning.race(self._step)
         if self._tuning.is_on:
             with self._breaking():
-                if self._tuning.step_began(self._exchange, self._step, self._last_opened_s, self._opened_s):
+                if self._tuning.step_began(self._exchange, self._step, self._previous_opened_s, self._opened_s):
                     self._agree_on_observed_plan()
                     self._opened_s = self._recorder.clock()
             plan = self._tuning.plan_at(self._step)

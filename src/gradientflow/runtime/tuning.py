@@ -9,6 +9,7 @@ it, and races only if it is not as quick as it was.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
@@ -20,14 +21,18 @@ from pydantic import Field
 from gradientflow.compress.feedback import CLEARED
 from gradientflow.cost.table import Best, Paying
 from gradientflow.documents import Document, parse_json
+from gradientflow.errors import RecipeError
 from gradientflow.exchange import Exchange
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile
+from gradientflow.recipe import as_recipe
 from gradientflow.trace import MAIN, Recorder, Span
 from gradientflow.tune.candidates import MOST, Candidate, candidates, kind
 from gradientflow.tune.memory import CHECKED, Cache, Remembered, fingerprint, fingerprint_of_model
 from gradientflow.tune.notes import Notes, Race, Tried
 from gradientflow.tune.trials import PLANS, Seen, Trials, Turns, allowance_s
+
+_log = logging.getLogger(__name__)
 
 #: Steps before a plan that no longer fits is given up; twice as many before each one after it.
 PATIENCE = 100
@@ -89,10 +94,15 @@ class Tuning:
         """Who races with a codec and without, or will; none, if that is over."""
         return self._waiting or (self._field if self.is_racing and self._turns is CODECS else ())
 
+    def remember(self, race: Race) -> None:
+        """One that was over when the state was saved from which this flow goes on."""
+        self.notes = self.notes.model_copy(update={"races": (race,)})
+        self._note(self.notes)
+
     def know(self, notes: Notes) -> None:
         """Facts that were found, beside what is known already."""
-        races, lost_s, doing = self.notes.races, self.notes.lost_s, self.notes.doing
-        self.notes = notes.model_copy(update={"races": races, "lost_s": lost_s, "doing": doing})
+        kept = self.notes.model_dump(include={"lost_s", "elapsed_s", "doing"})
+        self.notes = notes.model_copy(update={"races": self.notes.races, **kept})
         self._note(self.notes)
 
     # - Remembering
@@ -104,7 +114,10 @@ class Tuning:
         own = ""
         if exchange.rank == 0 and self._cache is not None:
             found = self._cache.recall(*self._keys)
-            own = found.model_dump_json() if found and self._fits(found, exchange, observed, gated) else ""
+            if found is not None and self._fits(found, exchange, observed, gated):
+                own = found.model_dump_json()
+            elif found is not None:
+                _log.warning("what is remembered, %s, is no plan for this model here: left out", found.candidate)
         heard = exchange.control.from_rank(0, own, "hear what rank 0 remembers")
         if not heard:
             return False
@@ -134,11 +147,13 @@ class Tuning:
         plan = found.candidate.plan
         ways = {NATIVE, *exchange.patterns}
         try:
+            recipe = as_recipe(found.candidate.recipe)
             plan.check(observed)
-        except ValueError:
+        except (RecipeError, ValueError):
             return False
         return (
-            plan.num_lanes <= exchange.num_lanes
+            not (recipe.tunes or recipe.served or recipe.sync.deltas)
+            and plan.num_lanes <= exchange.num_lanes
             and {message.pattern for message in plan.messages} <= ways
             and not plan.gathers
             and (gated or not plan.stages)
@@ -287,7 +302,8 @@ class Tuning:
     def _choose(self, winner: Candidate, race: Race) -> None:
         self._chosen = winner.plan.model_copy(update={"why": self._why(winner, race)})
         races = (*(self.notes.races[:-1] if race.undone else self.notes.races), race)
-        self.notes = self.notes.model_copy(update={"races": races, "lost_s": self._lost_s})
+        elapsed_s = self._recorder.clock() - self._began_s
+        self.notes = self.notes.model_copy(update={"races": races, "lost_s": self._lost_s, "elapsed_s": elapsed_s})
         self._tell("")
 
     # - Afterwards

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from gradientflow.cost.evaluate import evaluate
-from gradientflow.cost.table import Best, Cost, Paying
+from gradientflow.cost.table import Best, Cost, Paying, Seconds
 from gradientflow.documents import Record
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile
@@ -32,8 +32,8 @@ FAR = 2.0
 class Candidate(Record):
     recipe: str
     plan: Plan
-    #: Seconds of an iteration.
-    predicted_s: float
+    #: Of an iteration.
+    predicted_s: Seconds
     #: Whether forward passes wait layer by layer.
     gated: bool = False
 
@@ -87,7 +87,7 @@ def rivals(
         seconds = evaluate(profile, plan, dataclasses.replace(priced, dense=cost.plain)).iteration_s
         found.setdefault(kind(plan), Candidate(recipe=name, plan=plan, predicted_s=seconds))
     least_s = min(each.predicted_s for each in found.values())
-    return tuple(each for each in found.values() if each.predicted_s < FAR * least_s)
+    return tuple(each for each in found.values() if each.predicted_s <= FAR * least_s)
 
 
 def kind(plan: Plan) -> str:

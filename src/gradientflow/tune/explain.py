@@ -17,7 +17,7 @@ from gradientflow.cost.evaluate import evaluate
 from gradientflow.cost.table import Altered, Best, Cost, CostTable, Line
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile, TensorProfile
-from gradientflow.recipe import Choice, Recipe
+from gradientflow.recipe import DEFAULT, Choice, Recipe, as_recipe
 from gradientflow.trace import Trace, aligned
 from gradientflow.tune.notes import Notes, Race, Tried
 
@@ -45,7 +45,7 @@ class Situation(NamedTuple):
         if not self.recipe.tunes:
             return self.recipe
         races = self.notes.races
-        chosen = Recipe.parse(races[-1].winner.recipe) if races else Recipe.parse("lazy")
+        chosen = as_recipe(races[-1].winner.recipe if races else DEFAULT)
         return chosen.model_copy(update={"codecs": self.recipe.codecs})
 
 
@@ -119,7 +119,8 @@ def _chosen(situation: Situation, account: Account) -> Iterator[str]:
     race = notes.races[-1]
     yield f"chosen: {_over(race)}"
     # The whole of training, not the steps that are accounted for alone.
-    share = notes.lost_s / max(1e-9, (account.last + 1) * account.iteration_s)
+    whole_s = notes.elapsed_s + max(0, account.last + 1 - race.end) * account.iteration_s
+    share = notes.lost_s / max(1e-9, notes.lost_s, whole_s)
     yield (
         f"tuning: {len(notes.races)} race{'s' * (len(notes.races) > 1)}, the last over at step {race.end}; lost "
         f"{notes.lost_s:.2f} s to trials, {100 * share:.1f} % of {account.last + 1} steps"

@@ -60,6 +60,7 @@ class Notes(Document):
     races: tuple[Race, ...] = ()
     #: Lost by tuning in all, and seconds of training by the end of the last race.
     lost_s: Seconds = 0.0
+    elapsed_s: Seconds = 0.0
 
     @classmethod
     def of(cls, run: RunDirectory) -> Notes:
