@@ -1,6 +1,6 @@
 """The things we need from PyTorch that have no public name: the end-of-backward callback, the node that is
-running, the context of distributed autograd, what `zero_grad` and clipping call for many gradients at once, and
-whether a transform is at work.
+running, the context of distributed autograd, what `zero_grad` and clipping call for many gradients at once,
+whether a transform is at work, and which of torch's wrappers runs the model.
 
 Nothing else in the package may touch them (tests/test_layers.py). DDP itself stands on the first, and
 `torch.utils.checkpoint` on the second, so they are as stable as private names get.
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
+from torch import nn
 from torch.autograd import Variable
 
 foreach_zero_ = torch._foreach_zero_
@@ -74,3 +75,8 @@ def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
     """By parameter, what a context of distributed autograd holds: the tensors themselves, not copies."""
     found: dict[torch.Tensor, torch.Tensor] = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]
     return found
+
+
+def running_wrapper() -> nn.parallel.DistributedDataParallel | None:
+    """The one whose forward pass this is."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)

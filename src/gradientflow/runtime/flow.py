@@ -42,7 +42,13 @@ from gradientflow.exchange import Exchange, Moment, Stamp
 from gradientflow.exchange.members import Members
 from gradientflow.exchange.roster import Generation, Roster
 from gradientflow.profiles import Profile, TensorProfile
-from gradientflow.runtime.autograd import accumulator_of, after_enclosing_node, at_end_of_backward, inside_backward
+from gradientflow.runtime.autograd import (
+    accumulator_of,
+    after_enclosing_node,
+    at_end_of_backward,
+    inside_backward,
+    running_wrapper,
+)
 from gradientflow.runtime.context import ContextGradients
 from gradientflow.runtime.handle import Carried, Crew, Flow, as_states, open_flows, trainable
 from gradientflow.runtime.hooks import OriginalOnly
@@ -983,9 +989,8 @@ def _uncompiled(hook: Callable[..., None]) -> OriginalOnly:
 
 
 def _check_not_averaged_twice(known: Collection[int]) -> None:
-    """By the flow and by torch's wrapper around the model. The wrapper's hooks cannot be seen, but it says that it is
-    running."""
-    wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    """By the flow and by torch's wrapper around the model, whose hooks cannot be seen."""
+    wrapper = running_wrapper()
     if wrapper is None or not wrapper.require_backward_grad_sync:
         return
     for name, parameter in wrapper.module.named_parameters():
