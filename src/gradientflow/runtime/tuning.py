@@ -242,12 +242,12 @@ class Tuning:
         self._tell(f"racing {', '.join(map(str, self._field))}")
 
     def _with_what_runs(self, found: tuple[Candidate, ...], gated: bool) -> tuple[Candidate, ...]:
-        """What has won the last race is the one to beat."""
+        """What has won the last race is the one to beat, by one rival fewer: a change is to be answered soon."""
         if self._chosen is None or self._trials.winner is None or (self._chosen.stages and not gated):
             return found
         runs = self._field[self._trials.winner]
         others = [each for each in found if kind(each.plan) != kind(runs.plan)]
-        return (runs, *others[:MOST])
+        return (runs, *sorted(others, key=lambda each: each.predicted_s)[: MOST - 1])
 
     def plan_at(self, step: int) -> Plan:
         """The same on all ranks."""
