@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -180,6 +181,28 @@ def test_a_run_that_was_saved_goes_on_to_the_bit(name: str) -> None:
             step(side, gradients_of(3, number), momentum=0.9)
         assert torch.equal(ranks[0].got(), again[0].got())
         assert all(torch.equal(a.held(), b.held()) for a, b in zip(ranks, again, strict=True))
+
+
+@pytest.fixture
+def memory_full_of_nan() -> Iterator[None]:
+    """As torch.empty gives it."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_full_of_nan")
+def test_nothing_waits_after_a_checkpoint_of_messages_that_go_as_they_are() -> None:
+    ranks = ranks_of("topk", 2)
+    for _ in range(2):
+        states = [copy.deepcopy(rank.codec.state_dict()) for rank in ranks]
+        for place, (rank, state) in enumerate(zip(ranks, states, strict=True)):
+            rank.parcels = [p._replace(message=p.message.model_copy(update={"dense": True})) for p in rank.parcels]
+            rank.codec.load_state_dict(state)
+            rank.codec.lay_out(rank.parcels, place, 2, "dense")
+        for number in range(4):
+            assert step(ranks, gradients_of(2, number))
+            assert not any(rank.held().any() for rank in ranks)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in FORGET])

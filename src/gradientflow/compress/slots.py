@@ -48,14 +48,15 @@ class Slots:
         """From now on there is memory of this kind, empty at first."""
         if kind not in self._now:
             self._now[kind] = [_zeros(parcel) for parcel in self._parcels]
-            self._proposed[kind] = [torch.empty_like(values) for values in self._now[kind]]
+            self._proposed[kind] = [torch.zeros_like(values) for values in self._now[kind]]
 
     def now(self, kind: str, parcel: Parcel) -> torch.Tensor:
         """What holds for the parcel, its ranges one after another."""
         return self._now[kind][parcel.number]
 
     def proposed(self, kind: str, parcel: Parcel) -> torch.Tensor:
-        """What is to hold for it from the next step on: to be written, all of it, in every step."""
+        """What is to hold for it from the next step on: to be written, all of it, in every step, unless it is empty
+        and stays so."""
         return self._proposed[kind][parcel.number]
 
     def commit(self) -> None:
