@@ -24,10 +24,16 @@ class Job:
     """Training under stock DDP. codec: of our hook; "": none."""
 
     def __init__(
-        self, codec: str, state: Any = None, momentum: float = 0.9, bucket_cap_mb: float = 0.02, **more
+        self,
+        codec: str,
+        state: Any = None,
+        momentum: float = 0.9,
+        bucket_cap_mb: float = 0.02,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        **more,
     ) -> None:
         torch.manual_seed(0)
-        self.model = build("cnn", torch.float32, seed=0)
+        self.model = build("cnn", torch.float32, seed=0).to(memory_format=memory_format)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-3)
         uses = "scaler" in more and more.get("enabled", True)
@@ -108,6 +114,25 @@ def goes_on() -> list[tuple[float, float]]:
         found.append((apart, float((masses[1] + sent - masses[0]).abs())))
         other.close()
     return found
+
+
+def changes_memory_format() -> list[float]:
+    """Trainings of which one half is in channels_last, by way of a checkpoint: how far each ends from stock DDP's."""
+    expected, found = Job("").run(range(8)), []
+    formats = (torch.contiguous_format, torch.channels_last)
+    for before, after in (formats, formats[::-1]):
+        first = Job("topk:1", memory_format=before)
+        first.run(range(4))
+        state = first.saved()
+        first.close()
+        second = Job("topk:1", state, memory_format=after)
+        found.append(float((second.run(range(4, 8)) - expected).norm() / expected.norm()))
+        second.close()
+    return found
+
+
+def test_a_checkpoint_fits_another_memory_format() -> None:
+    assert max(run_ranks(1, changes_memory_format)[0]) < 1e-5
 
 
 def _waits(state: dict[str, Any]) -> list[torch.Tensor]:

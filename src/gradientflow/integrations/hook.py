@@ -77,9 +77,9 @@ class HookState:
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What `hook` does. Futures are fulfilled at the end of the step: only then it is known whether it counts."""
-        names = [self._names[parameter] for parameter in bucket.parameters()]
-        views = dict(zip(names, bucket.gradients(), strict=True))
-        taken = _Taken(bucket.index(), bucket.buffer(), views, torch.futures.Future())
+        parameters = bucket.parameters()
+        names = [self._names[parameter] for parameter in parameters]
+        taken = _Taken(bucket.index(), bucket.buffer(), names, parameters, torch.futures.Future())
         known = self._num_steps >= SETTLED_STEPS and self._talk.is_laid_out
         if known and (taken.number >= len(self._layout) or self._layout[taken.number] != names):
             raise TrainingError(
@@ -137,10 +137,10 @@ class HookState:
                 taken.future.set_exception(error)  # type: ignore[arg-type]  # its stub says it is a result
 
     def _lay_out(self, waiting: list["_Taken"]) -> None:
-        layout = [list(taken.views) for taken in waiting]
+        layout = [taken.names for taken in waiting]
         if layout != self._layout or not self._talk.is_laid_out:
             self._layout = layout
-            self._talk.lay_out([taken.views for taken in waiting], [taken.buffer.view(-1) for taken in waiting])
+            self._talk.lay_out([taken.views() for taken in waiting], [taken.buffer.view(-1) for taken in waiting])
 
     def _spoil(self, waiting: list["_Taken"]) -> None:
         for taken in waiting:
@@ -170,8 +170,25 @@ class _Taken(NamedTuple):
 
     number: int
     buffer: torch.Tensor
-    views: dict[str, torch.Tensor]
+    names: list[str]
+    parameters: list[torch.Tensor]
     future: torch.futures.Future[torch.Tensor]
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Gradients by name, as DDP lays them into the bucket, which is not as `GradBucket.gradients` shows them: with
+        the strides of their parameter, if it fills a range (channels_last does)."""
+        parts = torch.split(self.buffer.view(-1), [parameter.numel() for parameter in self.parameters])
+        return {
+            name: part.as_strided(parameter.shape, parameter.stride())
+            if _fills_a_range(parameter)
+            else part.view(parameter.shape)
+            for name, parameter, part in zip(self.names, self.parameters, parts, strict=True)
+        }
+
+
+def _fills_a_range(parameter: torch.Tensor) -> bool:
+    """Only then torch makes another one with the same strides."""
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
 def hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
