@@ -26,7 +26,7 @@ from gradientflow.runtime.optimizers import OneOptimizer
 
 _log = logging.getLogger(__name__)
 
-#: DDP lays its buckets out anew after the first backward pass, and never again.
+#: DDP lays its buckets out anew after the first backward pass (of a static graph: the second), and never again.
 SETTLED_STEPS = 2
 
 
@@ -71,6 +71,7 @@ class HookState:
         # On a CPU a thread of its own carries messages while backward goes on; an accelerator's stream does anyway.
         self._thread = ThreadPoolExecutor(1, "gradientflow-hook") if device.type == "cpu" else None
         self._layout: list[list[str]] = []
+        self._settled_steps = SETTLED_STEPS + bool(ddp.static_graph)
         self._num_steps = 0
         self._failure: BaseException | None = None
         self._waiting: list[_Taken] = []  # of this step, so far
@@ -80,7 +81,7 @@ class HookState:
         parameters = bucket.parameters()
         names = [self._names[parameter] for parameter in parameters]
         taken = _Taken(bucket.index(), bucket.buffer(), names, parameters, torch.futures.Future())
-        known = self._num_steps >= SETTLED_STEPS and self._talk.is_laid_out
+        known = self._num_steps >= self._settled_steps and self._talk.is_laid_out
         if known and (taken.number >= len(self._layout) or self._layout[taken.number] != names):
             raise TrainingError(
                 f"DDP's bucket {taken.number} holds other parameters than in the steps before: make a new HookState "
