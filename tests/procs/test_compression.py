@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import threading
 import time
@@ -491,6 +492,39 @@ def momentum_moves() -> float:
 
 def test_momentum_moves_to_whoever_is_to_keep_it() -> None:
     assert all(difference < 1e-10 for difference in run_ranks(2, momentum_moves))
+
+
+def what_waits_moves(before: str, after: str) -> float:
+    """Six steps, then none but zeros under another codec, by way of a checkpoint. Whatever keeps momentum, weights are
+    to go 1 / (1 - m) times as far as gradients say."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    generator, state = torch.Generator().manual_seed(dist.get_rank()), None
+    gradients = torch.randn(6, 16, 16, generator=generator, dtype=torch.float64)
+    start = model.weight.detach().clone()
+    for codec, given in ((before, gradients), (after, torch.zeros(80, 16, 16, dtype=torch.float64))):
+        with gf.attach(model, optimizer, f"lazy+{codec}") as flow:
+            if state is not None:
+                flow.load_state_dict(state)
+            for gradient in given:
+                optimizer.zero_grad()
+                (model.weight * gradient).sum().backward()
+                optimizer.step()
+            state = flow.state_dict()
+    expected = gradients.sum(0) / dist.get_world_size() / (1 - 0.5)
+    dist.all_reduce(expected)
+    return float((start - model.weight.detach() - expected).norm() / expected.norm())
+
+
+def all_that_waits_moves() -> list[float]:
+    codecs = ("topk:10%:warmup=0:always", "topk:10%:warmup=0:always:uncorrected", "powersgd:2:warmup=0:always")
+    return [what_waits_moves(before, after) for before, after in itertools.permutations(codecs, 2)]
+
+
+def test_what_waits_is_as_much_for_an_optimizer_that_keeps_momentum_as_for_one_that_does_not() -> None:
+    for found in run_ranks(2, all_that_waits_moves):
+        assert max(found) < 1e-9, found
 
 
 def gathers(number: int) -> list[list[float]]:

@@ -467,6 +467,13 @@ class Feedback:
         self._velocities = STAY
         return self._slots.give_up(MOMENTUM) if MOMENTUM in self._slots.kinds else {}
 
+    def scale_residual(self, factors: Mapping[str, float]) -> None:
+        """What waits, by parameter name: to be given to an optimizer that makes more of it, or less."""
+        for parcel in self._parcels:
+            residual = self._slots.now(RESIDUAL, parcel)
+            for name, _, _, start, stop in pieces(parcel):
+                residual[start:stop] *= factors.get(name, 1.0)
+
     def take_over(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """What has been remembered elsewhere until now, by parameter name."""
         self._slots.load({kind: {name: values.reshape(-1) for name, values in tensors.items()}})

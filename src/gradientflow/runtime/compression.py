@@ -13,7 +13,7 @@ from gradientflow.compress.feedback import LEAVE, MOMENTUM, STAY, summed
 from gradientflow.errors import UsageError
 from gradientflow.exchange import Exchange
 from gradientflow.plan import Plan
-from gradientflow.runtime.momentum import BorrowedMomentum, holder_of, why_not
+from gradientflow.runtime.momentum import BorrowedMomentum, holder_of, momenta_of, why_not
 from gradientflow.runtime.optimizers import Given, held_by
 from gradientflow.runtime.states import Shares
 
@@ -31,6 +31,8 @@ class Compression:
         self._momentum: BorrowedMomentum | None = None
         #: Nothing is left to remember, momentum is the optimizer's own affair: until a plan compresses something again.
         self._stands_aside = False
+        #: Whether what waits is of velocities; None: nobody has said.
+        self._velocities_wait: bool | None = None
         self._num_unused = 0  # steps that counted since the optimizer's last
         self._views: Mapping[str, torch.Tensor] = {}  # of gradients, in the pool
 
@@ -107,6 +109,7 @@ class Compression:
                 self._codec.take_over(MOMENTUM, shares)
             if self._codec.settled:
                 self._hand_back(borrows)
+        self._let_wait(velocities=self._borrows is not None)
         momenta = self._borrows.momenta() if self._borrows else {}
         self._codec.begin(momenta, self._unit(), weight, self._rate())
 
@@ -118,6 +121,13 @@ class Compression:
         self._stands_aside = True
         if not self._codec.corrects:
             self._momentum = None
+
+    def _let_wait(self, *, velocities: bool) -> None:
+        """A velocity is applied as it is. A gradient goes on by momentum, and moves 1 / (1 - m) times as far."""
+        if self._velocities_wait is not None and self._velocities_wait != velocities:
+            left = {name: 1.0 - m for name, m in momenta_of(self._optimizer, self._names).items() if 0.0 < m < 1.0}
+            self._codec.scale_residual({name: 1.0 / part if velocities else part for name, part in left.items()})
+        self._velocities_wait = velocities
 
     def _stand(self, *, aside: bool) -> None:
         if self._momentum is not None and aside != self._stands_aside:
@@ -177,7 +187,12 @@ class Compression:
         decays = self._momentum.state_dict() if self._momentum else {}
         codec = self._codec.state_dict()
         codec["slots"] = self._each(codec["slots"], _as_it_is_shaped)
-        return {"codec": codec, "decays": decays, "stands_aside": self._stands_aside}
+        return {
+            "codec": codec,
+            "decays": decays,
+            "stands_aside": self._stands_aside,
+            "velocities_wait": self._velocities_wait,
+        }
 
     def load_state_dict(self, given: Shares) -> None:
         """This rank's own; or, of another world, what it takes over."""
@@ -189,6 +204,8 @@ class Compression:
                 raise UsageError(f"the state was saved for another model: {name!r} had another shape")
         lying = self._each(codec["slots"], lambda flat, view: _as_it_lies(flat.view(view.shape), view))
         self._codec.load_state_dict({**codec, "slots": lying})
+        waits = state.get("velocities_wait")
+        self._velocities_wait = None if waits is None else bool(waits)
         self._stand(aside=bool(state.get("stands_aside")))
         self._find_a_place_for_velocities(codec)
         if self._momentum is not None:
@@ -240,7 +257,8 @@ def joined(given: Shares) -> Mapping[str, Any]:
     if given.is_own:
         return given.states[0]
     codec = summed([state["codec"] for state in given.states], given.factor)
-    return {"codec": codec, "decays": given.states[0]["decays"]}
+    first = given.states[0]
+    return {"codec": codec, "decays": first["decays"], "velocities_wait": first.get("velocities_wait")}
 
 
 class _Lending(NamedTuple):

@@ -36,6 +36,18 @@ def why_not(optimizer: torch.optim.Optimizer | None) -> str:
     return ""
 
 
+def momenta_of(optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str]) -> dict[str, float]:
+    """By parameter name; nothing where there is no such thing."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {
+        names[p]: float(group[_MOMENTUM])
+        for group in groups
+        if _MOMENTUM in group
+        for p in group["params"]
+        if p in names
+    }
+
+
 def holder_of(optimizer: torch.optim.Optimizer) -> BorrowedMomentum | None:
     held = _HOLDERS.get(optimizer)
     return held() if held else None
