@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -250,6 +250,28 @@ def test_other_precisions(name: str, dtype: torch.dtype) -> None:
     left_over = sum(rank.held().double() for rank in ranks)
     tolerance = {torch.float64: 2e-6, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
     assert name in FORGET or torch.allclose(applied + left_over, given, atol=tolerance)
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("name", "words"), [*RECIPES.items(), ("topk", "0.1:guard=2%"), ("powersgd", "2:guard=2%")])
+def test_torchs_default_precision_changes_nothing(
+    name: str, words: str, dtype: torch.dtype, default_dtype: Callable[[torch.dtype], None]
+) -> None:
+    runs = []
+    for default in (torch.float32, dtype):
+        default_dtype(default)
+        ranks = ranks_of(name, 2, words)
+        for number in range(7):
+            counted = step(ranks, [gradient * (1e38 if number == 3 else 1.0) for gradient in gradients_of(2, number)])
+            assert counted or number == 3
+        runs.append((ranks[0].got(), *(rank.held() for rank in ranks)))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in FORGET])

@@ -115,7 +115,7 @@ class Csc:
             self._grids.append(grids)
         device = next((values.device for parcel in parcels for values in parcel.values), torch.device("cpu"))
         self._lengths = torch.tensor(lengths, dtype=torch.float32)
-        self._norms = torch.zeros(first, device=device)
+        self._norms = torch.zeros(first, dtype=torch.float32, device=device)
         self._ages = torch.zeros(first, dtype=torch.int64)
         self._choose(torch.ones(first, dtype=torch.bool))
 

@@ -65,7 +65,7 @@ class Guard:
         self._gained = 0.0
         self._rate = 1.0
         self._sampling = False
-        self._sketches = torch.zeros(0)
+        self._sketches = _sketches(0)
         self._signs: dict[int, torch.Tensor] = {}
         self._next: dict[str, Any] | None = None
         #: Whether the last step that counted was sampled.
@@ -83,7 +83,7 @@ class Guard:
 
     def begin(self, step: int, rate: float) -> None:
         self._sampling, self._rate, self._next = step % EVERY == 0, rate, None
-        self._sketches = torch.zeros(len(self._densities), 3, WIDTH + 1) if self._sampling else torch.zeros(0)
+        self._sketches = _sketches(len(self._densities) if self._sampling else 0)
 
     @property
     def contraction(self) -> float:
@@ -119,7 +119,7 @@ class Guard:
         if message not in self._signs:
             generator = torch.Generator().manual_seed(message)
             draws = torch.randint(2, (numel // WIDTH + 1,), generator=generator)
-            self._signs[message] = (2.0 * draws - 1.0).to(device)
+            self._signs[message] = (2 * draws - 1).to(device, torch.float32)
         return self._signs[message]
 
     def tells(self) -> list[torch.Tensor]:
@@ -185,6 +185,10 @@ class Guard:
         shares = [*self._densities, self._contraction]
         if len(self._densities) != num_messages or not all(map(_is_share, shares)) or not 0 <= self._gained < math.inf:
             raise UsageError("what a guard has learnt is not what state_dict() gave")
+
+
+def _sketches(num_messages: int) -> torch.Tensor:
+    return torch.zeros(num_messages, 3, WIDTH + 1, dtype=torch.float32)
 
 
 def _is_share(value: object) -> bool:

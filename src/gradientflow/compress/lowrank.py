@@ -235,7 +235,8 @@ def _shrinks(rows: int, columns: int, rank: int) -> bool:
 
 def _first_q(parcel: Parcel, layout: _Layout) -> torch.Tensor:
     """The same on all ranks."""
-    drawn = torch.randn(layout.q_numel, generator=torch.Generator().manual_seed(parcel.number))
+    generator = torch.Generator().manual_seed(parcel.number)
+    drawn = torch.randn(layout.q_numel, generator=generator, dtype=torch.float32)
     return drawn.to(parcel.values[0].device, _dtype(parcel)) if parcel.values else drawn
 
 

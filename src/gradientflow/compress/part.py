@@ -86,7 +86,7 @@ class Plain:
         self._densities: Sequence[float] | None = None
         self._parcels: Sequence[Parcel] = ()
         self._sums: list[torch.Tensor] = []  # lanes append to it side by side
-        self._num_bad = torch.zeros(1)
+        self._num_bad = _flag(False)
         self._bad: list[int] = []  # messages of which a sum is not finite, as all ranks see; lanes append side by side
 
     def takes(self, shape: tuple[int, ...]) -> bool:
@@ -98,7 +98,7 @@ class Plain:
 
     def begin(self, density: float, step: int, densities: Sequence[float] | None = None) -> None:
         self._density, self._step, self._densities = density, step, densities
-        self._sums, self._num_bad, self._bad = [], torch.zeros(1), []
+        self._sums, self._num_bad, self._bad = [], _flag(False), []
 
     def blocks(self, parcel: Parcel, number: int) -> list[int]:
         return blocks_of(parcel.values[number])
@@ -107,7 +107,7 @@ class Plain:
         # A sum takes a tenth of the time of a look at each element; one of finite numbers may overflow too.
         found = total.sum()
         if total.device.type == "cpu" and not torch.isfinite(found):
-            found = torch.where(total.isfinite().all(), 0.0, float("nan"))
+            found = total.new_tensor(0.0 if total.isfinite().all() else float("nan"))
         self._sums.append(found)
 
     def clear_sent(self, parcel: Parcel, values: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class Plain:
     def tells(self) -> Sequence[torch.Tensor]:
         if not self._sums:
             return []
-        self._num_bad = torch.tensor([float(not torch.isfinite(torch.stack(self._sums)).all())])
+        self._num_bad = _flag(not torch.isfinite(torch.stack(self._sums)).all())
         return [self._num_bad]
 
     def learns(self) -> bool:
@@ -130,6 +130,11 @@ class Plain:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+def _flag(is_set: bool) -> torch.Tensor:
+    """That ranks can add up."""
+    return torch.tensor([float(is_set)], dtype=torch.float32)
 
 
 def blocks_of(values: torch.Tensor) -> list[int]:

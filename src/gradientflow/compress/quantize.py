@@ -212,7 +212,7 @@ class Quantized(Plain):
         """Numbers that follow from the step, the message and the rank: a run can be repeated, and no lane draws what
         another would have."""
         generator = drawing(self._step, message, self._rank)
-        return lambda like: torch.rand(like.shape, generator=generator).to(device)
+        return lambda like: torch.rand(like.shape, generator=generator, dtype=torch.float32).to(device)
 
 
 class Voted(Quantized):
@@ -263,8 +263,8 @@ class Codes:
 
     def _pieces(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Rows to work in, their codes and scales, and the part of values that they are of."""
-        scratch = torch.empty(min(PIECE, len(self.scales) * self._scheme.block), device=values.device)
-        rows = scratch.view(-1, self._scheme.block)
+        size = min(PIECE, len(self.scales) * self._scheme.block)
+        rows = torch.empty(size, dtype=torch.float32, device=values.device).view(-1, self._scheme.block)
         for number, piece in enumerate(torch.split(values, PIECE) if len(values) else ()):
             first, count = number * PIECE // self._scheme.block, math.ceil(len(piece) / self._scheme.block)
             yield rows[:count], self._codes[first : first + count], self.scales[first : first + count], piece

@@ -120,7 +120,7 @@ class Slots:
 def _zeros(parcel: Parcel) -> torch.Tensor:
     """Half-precision gradients are remembered in float32: what is left of them is smaller than they are."""
     if not parcel.values:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32)
     first = parcel.values[0]
     dtype = first.dtype if first.dtype.itemsize >= torch.float32.itemsize else torch.float32
     return torch.zeros(parcel.message.numel, dtype=dtype, device=first.device)
