@@ -759,6 +759,30 @@ def test_a_state_of_another_model_is_refused_before_it_is_used() -> None:
     assert "another model" in run_ranks(1, loads_another_model, run_ranks(1, saves_mlp)[0])[0]
 
 
+def loads_a_layer_that_is_gone() -> list[str]:
+    """What is said of a state with one parameter too many, and of one whose names are all others."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    said = []
+    with gf.attach(model, optimizer_of(model, "sgd"), "lazy+topk:10%:always") as flow:
+        state = flow.state_dict()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradientflow").addHandler(handler)
+    for other in (nn.Sequential(nn.Linear(8, 8)), nn.ModuleDict({"inner": model})):
+        with gf.attach(other, optimizer_of(other, "sgd"), "lazy+topk:20%:always") as flow:
+            try:
+                flow.load_state_dict(state)
+            except UsageError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_waits_is_not_dropped_in_silence() -> None:
+    ((gone, renamed),) = run_ranks(1, loads_a_layer_that_is_gone)
+    assert "lost: 1.bias, 1.weight" in gone
+    assert "another model: it has '0.bias'" in renamed and "'inner.0.bias'" in renamed
+
+
 def joins(ours: bool) -> torch.Tensor:
     """Ranks with fewer inputs than others; averages are over those that have some."""
     torch.manual_seed(0)

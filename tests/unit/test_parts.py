@@ -16,7 +16,7 @@ from gradientflow.compress.feedback import MOMENTUM, RESIDUAL, summed
 from gradientflow.compress.lowrank import PowerSgd, orthonormal
 from gradientflow.compress.quantize import Int8, Qsgd, Sign
 from gradientflow.compress.sparsify import about_largest, largest, one_of_each_stratum
-from gradientflow.errors import RecipeError
+from gradientflow.errors import RecipeError, UsageError
 from gradientflow.plan import Message, Slice
 
 #: As recipes write them; all but the last two leave over what they do not send.
@@ -387,6 +387,18 @@ def test_a_state_of_another_codec_leaves_what_waits() -> None:
         rank.codec.lay_out(rank.parcels, 0, 1, str(MESSAGES))
         assert torch.equal(rank.held(), saved.held())
         assert step([rank], gradients_of(1, 1))
+
+
+def test_a_state_of_which_no_name_is_known_is_refused() -> None:
+    (saved,) = ranks_of("topk", 1)
+    step([saved], gradients_of(1, 0), momentum=0.9)
+    state = saved.codec.state_dict()
+    slots = {
+        kind: {f"module.{name}": values for name, values in named.items()} for kind, named in state["slots"].items()
+    }
+    (rank,) = ranks_of("topk", 1, "20%")
+    with pytest.raises(UsageError, match=r"another model: it has 'module.a.bias', and nothing of .*'a.bias'"):
+        rank.codec.load_state_dict(state | {"slots": slots})
 
 
 def test_going_back_to_a_state_without_momentum_forgets_it() -> None:

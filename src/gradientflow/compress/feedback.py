@@ -443,6 +443,10 @@ class Feedback:
             )
         self._slots.check(state["slots"])
 
+    def unknown(self, state: Mapping[str, Any]) -> list[str]:
+        """Of what could be loaded, names of parameters that no message is about."""
+        return self._slots.unknown(state["slots"])
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """To be used from the next `lay_out` on."""
         self.check(state)

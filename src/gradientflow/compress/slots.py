@@ -86,6 +86,15 @@ class Slots:
     def check(self, named: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Raise unless these could be loaded."""
         sizes = self._sizes()
+        if (
+            sizes
+            and (unknown := self.unknown(named))
+            and not any(sizes.keys() & each.keys() for each in named.values())
+        ):
+            raise UsageError(
+                f"the state was saved for another model: it has {unknown[0]!r:.60}, and nothing of this one's "
+                f"parameters, such as {min(sizes)!r:.60}"
+            )
         for tensors in named.values():
             for name, values in tensors.items():
                 if not values.is_floating_point() or values.dim() != 1:
@@ -94,6 +103,11 @@ class Slots:
                     raise UsageError(
                         f"the state was saved for another model: {name!r} had {values.numel()} elements, not {expected}"
                     )
+
+    def unknown(self, named: Mapping[str, Mapping[str, torch.Tensor]]) -> list[str]:
+        """Names of parameters that no message is about: nothing of them could be loaded."""
+        sizes = self._sizes()
+        return sorted({str(name) for tensors in named.values() for name in tensors} - sizes.keys())
 
     def _sizes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}

@@ -199,6 +199,8 @@ class Compression:
         state = joined(given)
         codec = state["codec"]
         self._codec.check(codec)
+        if (unknown := self._codec.unknown(codec)) and self._rank == 0:
+            _log.warning("the state has parameters that are not there, what waits of them is lost: %s", _some(unknown))
         for name, velocity in state["decays"].items():
             if name in self._views and velocity.shape != self._views[name].shape:
                 raise UsageError(f"the state was saved for another model: {name!r} had another shape")
@@ -259,6 +261,11 @@ def joined(given: Shares) -> Mapping[str, Any]:
     codec = summed([state["codec"] for state in given.states], given.factor)
     first = given.states[0]
     return {"codec": codec, "decays": first["decays"], "velocities_wait": first.get("velocities_wait")}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
 
 
 class _Lending(NamedTuple):
