@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradientflow as gf
-from gradientflow.errors import DisagreementError, RecipeError, UsageError
+from gradientflow.errors import DisagreementError, PeerError, RecipeError, UsageError
 from helpers import kept, run_ranks
 from models import build, loss_of
 
@@ -287,6 +287,27 @@ def test_what_would_go_wrong_is_refused() -> None:
         assert "other tensors than before" in said[1] and "tensor 0" in said[2]
 
 
+def one_is_refused() -> list[str]:
+    """Calls that one rank cannot make: what ranks are told."""
+    said = []
+    for known, given in (({}, {1: torch.ones(4)}), ({"x": torch.ones(4)}, {}), ({"x": torch.ones(4)}, {"y": None})):
+        averager = gf.Averager("int8", deadline_s=20)
+        averager.average_(known)
+        try:
+            averager.average_(given if dist.get_rank() else {"x": torch.ones(4)})
+        except (UsageError, PeerError) as error:
+            said.append(str(error))
+        averager.close()
+    return said
+
+
+def test_nobody_waits_for_a_rank_whose_call_is_refused() -> None:
+    others, own = run_ranks(2, one_is_refused)
+    assert len(own) == len(others) == 3
+    for words, refused in zip(others, own, strict=True):
+        assert f"failed in average_(): {refused}" in words
+
+
 def refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(UsageError, match="expected a model in DistributedDataParallel"):
@@ -294,13 +315,23 @@ def refused() -> None:
     with pytest.raises(RecipeError, match="no codec 'int9'"):
         gf.HookState(DistributedDataParallel(model), "int9")
     averager = gf.Averager("int8")
-    with pytest.raises(UsageError, match="tensors by name"):
-        averager.average_([torch.ones(3)])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="floating-point"):
-        averager.average_({"count": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(UsageError, match="version 1"):
         averager.load_state_dict({"step": 3})
+    assert averager.average_({})
+    averager.average_({"x": torch.ones(2)})
+    with pytest.raises(UsageError, match="other tensors than before"):
+        averager.average_({})
     averager.close()
+    for given, words in (
+        ([torch.ones(3)], "tensors by name"),
+        ({1: torch.ones(3)}, "tensors by name"),
+        ({"count": torch.ones(3, dtype=torch.int64)}, "floating-point numbers, found torch.int64 as 'count'"),
+        ({"rows": torch.eye(3).to_sparse()}, "dense tensors .* found torch.sparse_coo as 'rows'"),
+    ):
+        averager = gf.Averager("int8")
+        with pytest.raises(UsageError, match=words):
+            averager.average_(given)
+        averager.close()
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -24,6 +24,9 @@ from gradientflow.runtime.pool import extents
 from gradientflow.runtime.states import COMPRESSION, RANKS, Shares, kept_by, shares
 from gradientflow.saved import count, reading
 
+#: What is to be alike on all ranks and in all calls: name, shape, dtype.
+_Known = list[tuple[str, torch.Size, torch.dtype]]
+
 
 class Talk:
     """One rank's part in conversations about messages that come in the same order everywhere. Collective.
@@ -159,28 +162,21 @@ class Averager:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._talk = Talk(codec, process_group, torch.device(device), None, deadline_s)
-        self._known: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._known: _Known = []
         self._buffers: list[torch.Tensor] = []
         self._views: list[dict[str, torch.Tensor]] = []
 
     @torch.no_grad()
     def average_(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """In place. False if some rank's hold inf or nan: then all of them are left as they are, and so is what was
-        left over. The same names, shapes and dtypes on all ranks and in every call."""
-        if not isinstance(tensors, Mapping) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
-            raise UsageError('expected tensors by name, as in average_({"weight": weight})')
-        known = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        if self._known and known != self._known:
-            raise UsageError(
-                "average_() was given other tensors than before, or in another order: what is left over belongs to "
-                "those; make another Averager for these"
-            )
-        if not tensors:
-            return True
+        left over. The same names, shapes and dtypes on all ranks and in every call: one that is refused is the last,
+        on all ranks."""
         try:
+            self._check(tensors)
             if not self._talk.is_laid_out:
                 self._lay_out(tensors)
-                self._known = known
+            if not tensors:
+                return True
             self._talk.begin()
             for number, (buffer, views) in enumerate(zip(self._buffers, self._views, strict=True)):
                 for name, view in views.items():
@@ -195,16 +191,30 @@ class Averager:
                 tensors[name].copy_(view)
         return counts
 
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if not isinstance(tensors, Mapping) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+        ):
+            raise UsageError('expected tensors by name, as in average_({"weight": weight})')
+        for name, tensor in tensors.items():
+            if not tensor.dtype.is_floating_point or tensor.layout is not torch.strided:
+                kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+                raise UsageError(f"expected dense tensors of floating-point numbers, found {kind} as {name!r}")
+        if self._known and _known(tensors) != self._known:
+            raise UsageError(
+                "average_() was given other tensors than before, or in another order: what is left over belongs to "
+                "those; make another Averager for these"
+            )
+
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        described = {
-            f"tensor {n}": f"{name}, {tuple(t.shape)}, {t.dtype}" for n, (name, t) in enumerate(tensors.items())
-        }
+        known = _known(tensors)
+        described = {f"tensor {n}": f"{name}, {tuple(shape)}, {dtype}" for n, (name, shape, dtype) in enumerate(known)}
         compare(self._talk.exchange.control, described)
+        if not tensors:
+            return
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
         self._buffers, self._views = [], []
         for dtype in dtypes:
-            if not dtype.is_floating_point:
-                raise UsageError(f"expected tensors of floating-point numbers, found {dtype}")
             ours = {name: tensor for name, tensor in tensors.items() if tensor.dtype is dtype}
             device = next(iter(ours.values())).device
             buffer = torch.zeros(sum(tensor.numel() for tensor in ours.values()), dtype=dtype, device=device)
@@ -212,6 +222,7 @@ class Averager:
             self._buffers.append(buffer)
             self._views.append({name: part.view(ours[name].shape) for name, part in zip(ours, parts, strict=True)})
         self._talk.lay_out(self._views, self._buffers)
+        self._known = known
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has left over, by name."""
@@ -224,3 +235,7 @@ class Averager:
     def close(self) -> None:
         """Let go of connections. What is left over is gone, unless `state_dict()` was taken before."""
         self._talk.close()
+
+
+def _known(tensors: Mapping[str, torch.Tensor]) -> _Known:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
