@@ -116,7 +116,7 @@ class Plan(Document):
         num_dense = sum(message.dense for message in self.messages)
         dense = f"; {num_dense} of {len(self.messages)} messages go as they are, a codec would take longer"
         if self.why:
-            return self.why + dense * (num_dense > 0)
+            return self.why + dense * (num_dense > 0 and dense not in self.why)
         num_cut = len([None for message in self.messages for _ in message.slices]) - len(self.layout)
         gate = f"; the gate waits for {len(self.stages)} stages" if self.stages else ""
         messages = f"{len(self.messages)} message{'s' * (len(self.messages) != 1)} for {len(self.layout)} tensors"

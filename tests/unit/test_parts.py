@@ -17,7 +17,7 @@ from gradientflow.compress.lowrank import PowerSgd, orthonormal
 from gradientflow.compress.quantize import Int8, Qsgd, Sign
 from gradientflow.compress.sparsify import about_largest, largest, one_of_each_stratum
 from gradientflow.errors import RecipeError, UsageError
-from gradientflow.plan import Message, Slice
+from gradientflow.plan import Message, Plan, Slice
 
 #: As recipes write them; all but the last two leave over what they do not send.
 RECIPES = {
@@ -352,6 +352,14 @@ def test_messages_for_which_it_does_not_pay_go_as_they_are(name: str) -> None:
     spoilt = gradients_of(3, 5)
     spoilt[2][7] = math.inf  # in a message that goes as it is
     assert not step(ranks, spoilt)
+
+
+def test_a_plan_says_once_that_messages_go_as_they_are() -> None:
+    message = Message(slices=(Slice(tensor="d", start=0, stop=9),), dense=True)
+    plan = Plan(schedule="lazy", layout=("d",), messages=(message,))
+    chosen = plan.model_copy(update={"why": f"a race chose this\n{plan.explain()}"})
+    assert chosen.explain() == chosen.why
+    assert plan.model_copy(update={"why": "sent last"}).explain().startswith("sent last; 1 of 1 messages go as they are")
 
 
 @pytest.mark.parametrize("size", [1e15, 1e19, 1e37])
