@@ -434,7 +434,14 @@ def _settled(codec: Choice) -> Choice:
 def _codec(text: str, codec: str) -> Choice:
     matched = _CODEC.fullmatch(codec)
     if matched is None:
-        raise _unreadable(text, f"{codec!r} is not a codec", "a name such as +fp16 or +csc:0.1")
+        known, _, argument = codec.partition(":")
+        if known not in KINDS:
+            raise _unreadable(text, f"{codec!r} is not a codec", "a name such as +fp16 or +csc:0.1")
+        try:
+            KINDS[known].read(known, argument)
+        except RecipeError as error:
+            raise RecipeError(f"cannot read recipe {text!r}: {error}") from None
+        raise _unreadable(text, f"{argument!r} is not written as +{known} takes it", "numbers such as 0.001, 10% or 5")
     name, argument = matched.groups(default="")
     return Choice(name=name, argument=argument)
 

@@ -314,6 +314,17 @@ def refused() -> None:
         gf.HookState(model, "int8")  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="no codec 'int9'"):
         gf.HookState(DistributedDataParallel(model), "int9")
+    with pytest.raises(RecipeError, match="expected a codec such as"):
+        gf.HookState(DistributedDataParallel(model), "int8@local:3")
+    with pytest.raises(RecipeError, match="expected a codec such as"):
+        gf.Averager("int8@local:3")
+    ddp = DistributedDataParallel(model)
+    state = gf.HookState(ddp, "int8")
+    ddp.register_comm_hook(state, gf.hook)
+    ddp(torch.ones(1, 3)).sum().backward()
+    state.close()
+    with pytest.raises(UsageError, match="this HookState is closed"):
+        ddp(torch.ones(1, 3)).sum().backward()
     averager = gf.Averager("int8")
     with pytest.raises(UsageError, match="version 1"):
         averager.load_state_dict({"step": 3})

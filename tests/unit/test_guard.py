@@ -156,3 +156,9 @@ def test_a_budget_is_a_part() -> None:
             PARTS["topk"](f"1%:{words}", None)
     with pytest.raises(RecipeError, match="cannot read 'guard=1%'"):
         PARTS["int8"]("guard=1%", None)
+
+
+def test_a_guard_has_no_warm_up() -> None:
+    with pytest.raises(RecipeError, match="without warmup"):
+        PARTS["topk"]("1%:guard=2%:warmup=10", None)
+    assert PARTS["topk"]("1%:guard=2%:warmup=0", None).guard is not None

@@ -18,6 +18,7 @@ from gradientflow.compress.quantize import Int8, Qsgd, Sign
 from gradientflow.compress.sparsify import about_largest, largest, one_of_each_stratum
 from gradientflow.errors import RecipeError, UsageError
 from gradientflow.plan import Message, Plan, Slice
+from gradientflow.recipe import Recipe
 
 #: As recipes write them; all but the last two leave over what they do not send.
 RECIPES = {
@@ -322,6 +323,32 @@ def test_half_precision_beside_a_codec_that_packs_itself_is_refused() -> None:
             PARTS[name]("", fp16())
 
 
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("warmup=-1", "takes warmup=STEPS, found '-1'"),
+        ("clip=-1", "takes clip=NORM, found '-1'"),
+        ("-1", "takes a share of gradients .* found '-1'"),
+        ("1e-400", "takes a share of gradients .* found '1e-400'"),
+        ("warmup=", "cannot read ''.* warmup=STEPS"),
+        ("1e-3", "'1e-3' is not written as .* 0.001"),
+    ],
+)
+def test_of_a_codec_that_exists_the_value_is_wrong(written: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        Recipe.parse(f"lazy+topk:{written}")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_without_elements_is_nothing_to_tell_of(name: str) -> None:
+    message = Message(slices=(Slice(tensor="w", start=0, stop=0),))
+    codec = PARTS[name](RECIPES[name], None)
+    codec.lay_out([Parcel(0, message, [], [(0, 3)], torch.zeros(3))], 0, 1, "", ["w"])
+    codec.begin({})
+    converse([codec.close()])
+    assert codec.settle()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_messages_for_which_it_does_not_pay_go_as_they_are(name: str) -> None:
     """Beside others that do not; and what waited when that was decided is sent at once."""
@@ -359,7 +386,9 @@ def test_a_plan_says_once_that_messages_go_as_they_are() -> None:
     plan = Plan(schedule="lazy", layout=("d",), messages=(message,))
     chosen = plan.model_copy(update={"why": f"a race chose this\n{plan.explain()}"})
     assert chosen.explain() == chosen.why
-    assert plan.model_copy(update={"why": "sent last"}).explain().startswith("sent last; 1 of 1 messages go as they are")
+    assert (
+        plan.model_copy(update={"why": "sent last"}).explain().startswith("sent last; 1 of 1 messages go as they are")
+    )
 
 
 @pytest.mark.parametrize("size", [1e15, 1e19, 1e37])

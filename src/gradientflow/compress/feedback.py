@@ -195,7 +195,7 @@ class Feedback:
         told = [*aside, *told_flags, *self._part.tells(), *(self.guard.tells() if self.guard else ())]
         if any(tensor.numel() for tensor in told):
             dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in aside) else torch.float32
-            device = next(parcel.values[0].device for parcel in self._parcels if parcel.values)
+            device = next((parcel.values[0].device for parcel in self._parcels if parcel.values), told[0].device)
             packed = torch.cat([tensor.to(device, dtype) for tensor in told])
             yield Sum([packed])
             for tensor, summed_up in zip(told, torch.split(packed, [len(tensor) for tensor in told]), strict=True):

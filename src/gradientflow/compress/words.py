@@ -96,6 +96,8 @@ class Kind:
                 raise RecipeError(f"+{name} cannot read {word!r}: it takes {self._usage()}")
         if found.masking and not found.corrected:
             raise RecipeError(f"+{name}: masking clears momentum that uncorrected does not keep; use one of them")
+        if found.guard and found.warmup and "warmup=" in argument:
+            raise RecipeError(f"+{name}: a guard decides what is sent at first too, without warmup; use one of them")
         return found
 
     def _usage(self) -> str:

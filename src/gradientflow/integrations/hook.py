@@ -73,11 +73,17 @@ class HookState:
         self._layout: list[list[str]] = []
         self._settled_steps = SETTLED_STEPS + bool(ddp.static_graph)
         self._num_steps = 0
+        self._closed = False
         self._failure: BaseException | None = None
         self._waiting: list[_Taken] = []  # of this step, so far
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What `hook` does. Futures are fulfilled at the end of the step: only then it is known whether it counts."""
+        if self._closed:
+            raise UsageError(
+                "this HookState is closed, and DDP still calls its hook: close it after the last step, or go on with a "
+                "new DistributedDataParallel"
+            )
         parameters = bucket.parameters()
         names = [self._names[parameter] for parameter in parameters]
         taken = _Taken(bucket.index(), bucket.buffer(), names, parameters, torch.futures.Future())
@@ -159,6 +165,7 @@ class HookState:
 
     def close(self) -> None:
         """The optimizer has its momentum back, and connections are closed. The hook cannot be used any more."""
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         if self._thread is not None:

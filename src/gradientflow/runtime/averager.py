@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradientflow.compress import Conversation, Feedback, Parcel, is_finite
-from gradientflow.errors import UsageError
+from gradientflow.errors import RecipeError, UsageError
 from gradientflow.exchange import Exchange, drive
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.recipe import Recipe
@@ -42,6 +42,8 @@ class Talk:
         scaler: torch.amp.GradScaler | None,
         deadline_s: float,
     ) -> None:
+        if "@" in codec:
+            raise RecipeError(f"expected a codec such as 'int8' or 'csc:10%+fp16', found {codec!r}: leave '@...' out")
         recipe = Recipe.parse(f"lazy+{codec}").check()
         if not dist.is_initialized():
             raise UsageError("no process group: call torch.distributed.init_process_group() first")
