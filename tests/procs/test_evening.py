@@ -1,4 +1,4 @@
-"""Ranks that are to train together begin alike, whatever they did before; and nobody averages twice."""
+"""Ranks that are to train together meet and begin alike, whatever they did before; and nobody averages twice."""
 
 from __future__ import annotations
 
@@ -88,3 +88,25 @@ def test_torchs_wrapper_and_a_flow_do_not_both_average() -> None:
     for words, _ in run_ranks(2, twice, True):
         assert "'weight'" in words and "call model.module" in words
     assert run_ranks(2, twice, False) == [("", -1.5)] * 2  # a wrapper that leaves gradients alone may stay
+
+
+def with_a_past(store: str) -> torch.Tensor:
+    """The first rank has been in a world of its own before."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    model = build("mlp", torch.float32, seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if rank == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with gf.attach(model, optimizer, "lazy"):
+            step(model, optimizer, 0)
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    with gf.attach(model, optimizer, "lazy", deadline_s=10.0):
+        step(model, optimizer, 1)
+    return weights(model)
+
+
+def test_processes_with_different_pasts_meet(tmp_path: Path) -> None:
+    mine, others = run_ranks(2, with_a_past, str(tmp_path / "store"))
+    assert torch.equal(mine, others)

@@ -9,6 +9,7 @@ fails to connect (torch 2.13, measured).
 from __future__ import annotations
 
 import datetime
+import weakref
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ import torch.distributed as dist
 
 from gradientflow.errors import UsageError
 
-# How often this process has made groups beside a group, by that group's name: the same count on all its
-# members, since making them is a collective call.
-_generations: dict[str, int] = {}
+# How often groups have been made beside a group: the same count on all its members, since making them is a collective
+# call. Not by its name: that of a world that is gone is the next one's too, whose members may not have been in it.
+_generations: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -35,8 +36,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def store_beside(group: dist.ProcessGroup) -> dist.Store:
     """A corner of the group's store that nobody else has used or will use. Collective."""
-    name = str(group.group_name)
-    generation = _generations[name] = _generations.get(name, 0) + 1
+    generation = _generations[group] = _generations.get(group, 0) + 1
     return dist.PrefixStore(f"gradientflow/{generation}", group.get_group_store())
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -770,6 +771,8 @@ class GradientFlow(Flow):
         except TrainingError as error:
             self._broken = error
             raise
+        # What was there before is in a cycle of objects: its sockets would stay until Python looks for those by itself.
+        gc.collect()
         self._broken = self._lost = None
         self._num_contributing = exchange.world
         self._regrouped_at = self._verified_at = self._step
