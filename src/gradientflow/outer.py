@@ -37,11 +37,11 @@ class Outer(Record):
     def advance_(
         self, theta: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, num_before: int = 0
     ) -> None:
-        """In place, `theta` and `velocity`, which is only there if there is momentum. `mean` is left as it is.
-        num_before: rounds that `theta` has been through."""
+        """In place, `theta` and, if there is momentum, `velocity`. `mean` is left as it is. num_before: rounds that
+        `theta` has been through."""
         if num_before < self.warmup:
             theta.add_(mean)
-        elif velocity is None:
+        elif not self.momentum or velocity is None:
             theta.add_(mean, alpha=self.lr)
         else:
             velocity.mul_(self.momentum).add_(mean)

@@ -152,6 +152,50 @@ def test_diloco_with_a_plain_outer_step_is_averaging() -> None:
     assert torch.equal(theta, expected)
 
 
+def train_averaging(recipe: str, after: list[int]) -> list[torch.Tensor]:
+    """Weights after every step; `flow.average()` comes before they are looked at."""
+    rank = dist.get_rank()
+    model = build("mlp", torch.float64, seed=0)
+    ours = optimizer_of("momentum", model)
+    found = []
+    with gf.attach(model, ours, recipe) as flow:
+        for number in range(8):
+            step(model, ours, "mlp", rank, number)
+            for _ in range(after.count(number)):
+                flow.average()
+            found.append(weights(model))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["lazy@diloco:2:warmup=1", "lazy-ps@diloco:2:warmup=1"])
+def test_to_average_where_workers_are_the_same_changes_nothing(recipe: str) -> None:
+    seldom, often = (run_ranks(2, train_averaging, recipe, after) for after in ([], [1, 1, 3, 5, 5, 7]))
+    assert all(torch.equal(*pair) for pair in zip(seldom[0], often[0], strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["lazy@diloco:4", "lazy-ps@diloco:4"])
+def test_what_was_averaged_is_none_of_the_outer_optimizers_business(recipe: str) -> None:
+    """It sees what was done since; its velocity and its rounds are as they were."""
+    start = build("mlp", torch.float64, seed=0)
+    outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def after(number: int, models: list[nn.Module], optimizers: object) -> None:
+        mean = mean_of(models)
+        if number == 1:
+            becomes(start, mean)
+        elif number % 4 == 3:
+            for name, parameter in start.named_parameters():
+                parameter.grad = parameter - mean[name]
+            outer.step()
+        else:
+            return
+        for model in models:
+            becomes(model, dict(start.named_parameters()))
+
+    expected = alone(2, "mlp", "momentum", torch.float64, after, 8)
+    assert_same(run_ranks(2, train_averaging, recipe, [1]), expected, 1e-10)
+
+
 def train_all(recipes: list[str]) -> list[list[torch.Tensor]]:
     return [train("cnn", "momentum", torch.float32, recipe, 8) for recipe in recipes]
 

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from gradientflow.exchange.server.ledger import GONE_S, Ledger, Outgoing
 from gradientflow.exchange.server.window import LEAD_NBYTES, Window, abreast
-from gradientflow.exchange.server.wire import EVERYONE, Header, Key, Kind, Name, Refused, pack_hello, pack_names
+from gradientflow.exchange.server.wire import (
+    EVERYONE,
+    VERSION,
+    Header,
+    Key,
+    Kind,
+    Name,
+    Refused,
+    pack_hello,
+    pack_names,
+)
 
 SPACE = 7
 KEY = Key(1, 0, 0, 0)
@@ -478,7 +488,7 @@ def test_headers_survive_the_way():
     ("change", "why"),
     [
         (lambda frame: b"XXXX" + frame[4:], "not ours"),
-        (lambda frame: frame[:4] + b"\x02" + frame[5:], "version"),
+        (lambda frame: frame[:4] + bytes([VERSION + 1]) + frame[5:], "version"),
         (lambda frame: frame[:5] + b"\xff" + frame[6:], "kind"),
         (lambda frame: frame[:6] + b"\xff" + frame[7:], "type of a payload"),
         (lambda frame: frame[:-8] + b"\xff" * 8, "length of a payload"),

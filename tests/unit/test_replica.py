@@ -94,7 +94,8 @@ def test_workers_meet_again_when_one_of_them_has_found_another_server(monkeypatc
 
 
 def test_a_worker_reckons_the_velocity_that_a_server_has() -> None:
-    """Which is sent when it comes, and not again. The first two rounds are averages, and leave none."""
+    """Which is sent when it comes, and not again. The first two rounds are averages, and leave none, nor do those that
+    are asked for."""
     service = Service(LOOPBACK, Lock("plain"))
     service.start()
     entry = Entry(service.invitation)
@@ -106,14 +107,14 @@ def test_a_worker_reckons_the_velocity_that_a_server_has() -> None:
     held = replica.pieces[0]
     try:
         turn([replica], lambda: held.version == 0)
-        for seq in range(1, 6):
+        for seq, asked in enumerate((True, False, False, False, True, False), start=1):
             change = torch.full((NUMEL,), float(seq), dtype=torch.float64)
-            replica.push(0, change, change, seq, None, PLAIN)
+            replica.push(0, change, change, seq, None, PLAIN, asked=asked)
             turn([replica], lambda seq=seq: held.version == seq)
             velocity = service.tables._tables[5]._pieces[0].velocity
             assert held.velocity is not None and velocity is not None
             torch.testing.assert_close(held.velocity, velocity)
-            assert bool(velocity.any()) == (seq > 2)
+            assert bool(velocity.any()) == (seq > 3)
     finally:
         replica.close()
         service.stop()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradientflow.compress.quantize import Codes, Int8
 from gradientflow.exchange.server.ledger import GONE_S, Outgoing
-from gradientflow.exchange.server.table import GRACE_S, INT8, PLAIN, Tables, shard_of
+from gradientflow.exchange.server.table import ASKED, GRACE_S, INT8, PLAIN, Tables, shard_of
 from gradientflow.exchange.server.wire import (
     NO_CLOCK,
     Copy,
@@ -45,6 +45,7 @@ class World:
     def __init__(self, staleness: int, world: int, momentum: float = 0.0, lr: float = 1.0, warmup: int = 0) -> None:
         self.terms = Terms(staleness, lr, momentum, warmup, world, 1)
         self.copies: dict[int, tuple[int, Copy]] = {}
+        self.advanced: dict[int, int] = {}
         self.sent: dict[int, list[torch.Tensor]] = {}
         self.deaf: set[int] = set()
         self.now_s = 0.0
@@ -66,13 +67,13 @@ class World:
     def found(self, number: int, values: torch.Tensor) -> None:
         self.say(number, Kind.FOUND, raw(values), dtype=values.dtype)
 
-    def push(self, number: int, change: torch.Tensor, samples: int = -1) -> None:
+    def push(self, number: int, change: torch.Tensor, samples: int = -1, asked: bool = False) -> None:
         self.sent.setdefault(number, []).append(change)
-        self.send(number, len(self.sent[number]), samples)
+        self.send(number, len(self.sent[number]), samples, asked)
 
-    def send(self, number: int, seq: int, samples: int = -1) -> None:
-        change = self.sent[number][seq - 1]
-        self.say(number, Kind.DELTA, raw(change), key=Key(0, samples + 1, PLAIN, 0), seq=seq, dtype=change.dtype)
+    def send(self, number: int, seq: int, samples: int = -1, asked: bool = False) -> None:
+        change, key = self.sent[number][seq - 1], Key(0, samples + 1, PLAIN, 0)
+        self.say(number, Kind.DELTA, raw(change), key=key, seq=seq, dtype=change.dtype, urgency=ASKED * asked)
 
     def hear(self, outgoing: list[Outgoing]) -> None:
         for each in outgoing:
@@ -84,12 +85,13 @@ class World:
                 if copy.velocity is None and before:
                     copy = copy._replace(velocity=before[1].velocity)
                 self.copies[number] = each.header.seq, copy
+                self.advanced[number] = each.header.key.epoch
                 words = pack_names([Name(each.header.key, each.header.seq)])
                 self.say(number, Kind.GOT, memoryview(words))
             elif each.header.kind is Kind.WANT:
                 version, copy = self.copies[number]
                 payload = pack_copy(copy)
-                key = Key(0, NUMEL, 0, 0)
+                key = Key(self.advanced.get(number, 0), NUMEL, 0, 0)
                 self.say(number, Kind.GIVE, memoryview(payload.numpy()), key=key, seq=version, dtype=copy.values.dtype)
 
     def values(self, number: int) -> torch.Tensor:
@@ -276,6 +278,29 @@ def test_the_outer_optimizer_is_torchs_nesterov() -> None:
         judge.grad = -(changes[0] + changes[1]) / 2
         outer.step()
         torch.testing.assert_close(world.values(step % 2), judge.detach())
+
+
+def test_a_round_that_all_ask_for_is_no_step_of_the_outer_optimizer() -> None:
+    """It uses up no round of the warm-up and leaves the velocity alone, also on a server that was lost meanwhile."""
+    world = World(staleness=0, world=2, momentum=0.5, lr=0.5, warmup=1)
+    world.begin()
+
+    def all_push(asked: bool) -> float:
+        before = world.values(0)[0].item()
+        for who in range(2):
+            world.push(who, vector(2, 2, 2), asked=asked)
+        return world.values(0)[0].item() - before
+
+    assert [all_push(asked) for asked in (True, False, True)] == [2.0, 2.0, 2.0]
+    world.start_server()
+    for who in range(2):
+        world.join(who)
+    assert all_push(False) == 0.5 * (2.0 + 0.5 * 2.0)
+    velocity = world.tables._tables[SPACE]._pieces[0].velocity
+    assert all_push(True) == 2.0 and velocity[0] == 2.0
+    for who in range(2):
+        world.push(who, vector(0, 0, 0), asked=who == 0)
+    assert velocity[0] == 1.0, "one of them only"
 
 
 def test_one_workers_inf_is_not_everybodys() -> None:
@@ -522,6 +547,8 @@ def test_others_terms_are_refused() -> None:
 def test_numbers_that_cannot_be_counted_on_from_are_refused() -> None:
     world = World(staleness=1, world=1)
     world.begin()
+    with pytest.raises(Refused, match="number"):
+        world.say(0, Kind.GIVE, raw(vector(1, 1, 1)), key=Key(2**32 - 1, NUMEL, 0, 0), dtype=torch.float32)
     for seq in (2**63, 2**64 - 1):
         world.sent[0] = [vector(1, 1, 1)]
         with pytest.raises(Refused, match="number"):

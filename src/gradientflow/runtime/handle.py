@@ -113,7 +113,8 @@ class Flow(ABC):
 
     def average(self) -> None:
         """Make all workers the same, now: before an evaluation that all take part in, a checkpoint, the end. Collective
-        where workers are in lockstep; else what servers have is taken over."""
+        where workers are in lockstep; else what servers have is taken over. The plain mean, never a step of an outer
+        optimizer."""
         self.synchronize()
 
     @abstractmethod

@@ -58,7 +58,7 @@ class _Fragment:
         self.usable: bool | None = None
         #: Samples that had been counted when it was sent last.
         self.num_samples = 0
-        #: Means that were taken over.
+        #: Means that the outer optimizer has taken.
         self.num_taken = 0
 
 
@@ -145,11 +145,12 @@ class Rounds:
 
     @torch.no_grad()
     def average(self) -> None:
-        """A round of everything, now."""
+        """A round of everything, now. It takes the plain mean, whatever the outer optimizer: that one sees what comes
+        after. So to average twice, or after a round, changes nothing."""
         self.finish()
         for fragment in self._fragments:
             self._send(fragment, asked=True)
-            self._take_over(fragment, meanwhile=False)
+            self._take_over(fragment, asked=True)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -206,8 +207,8 @@ class Rounds:
         fragment.usable = counts and all(is_finite(view) for view in fragment.views.values())
         return fragment.usable
 
-    def _take_over(self, fragment: _Fragment, *, meanwhile: bool = True) -> None:
-        """meanwhile: the worker may have gone on since the fragment was sent."""
+    def _take_over(self, fragment: _Fragment, *, asked: bool = False) -> None:
+        """asked: by `average()`, a moment ago. Else the worker may have gone on since the fragment was sent."""
         usable = self._wait_for(fragment)
         sent, fragment.sent, fragment.usable = fragment.sent, {}, None
         if not usable:
@@ -215,12 +216,13 @@ class Rounds:
             return
         for name, mean in fragment.views.items():
             tensor, anchor = self._tensors[name], self._anchors[name]
-            self._outer[name].advance_(anchor, mean, self._velocities.get(name), fragment.num_taken)
-            if self._sync.delay and meanwhile:
+            outer = AVERAGE if asked else self._outer[name]
+            outer.advance_(anchor, mean, self._velocities.get(name), fragment.num_taken)
+            if self._sync.delay and not asked:
                 tensor.add_(anchor - sent[name])
             else:
                 tensor.copy_(anchor)
-        fragment.num_taken += 1
+        fragment.num_taken += not asked
         if self._sync.moments == "reset":
             self._forget_moments(fragment.views)
         elif self._sync.moments == "average":

@@ -171,7 +171,7 @@ class Served:
     @torch.no_grad()
     def average(self) -> None:
         """Without a process group nobody can tell who is to come: this worker has what servers have then."""
-        self._exchange(_is_answered)
+        self._exchange(_is_answered, asked=True)
         if self._assembly is None or self._sync.staleness == 0:
             return
         # Everybody's deltas are in; nobody adds another one before everybody has got what they sum up to.
@@ -206,19 +206,20 @@ class Served:
         the worker that keeps it.
 
         Under rounds (staleness 0) the first exchange is one that all of them took part in."""
-        self._exchange(_is_answered)
+        self._exchange(_is_answered, asked=True)
         meet()
         if self._sync.staleness:
             self._ask()
             meet()  # who goes on must not push before all have asked
 
     @torch.no_grad()
-    def _exchange(self, enough: Callable[[Held], bool]) -> None:
+    def _exchange(self, enough: Callable[[Held], bool], *, asked: bool = False) -> None:
+        """asked: out of turn, for a plain mean."""
         changes = [self._change(group) for group in self._groups]
         if not all(is_finite(change) for change in changes):
             self._go_back()
             changes = [torch.zeros_like(change) for change in changes]
-        self._push(changes)
+        self._push(changes, asked=asked)
         began_s = self._recorder.clock()
         self._wait(enough, f"go on after exchange {self._seq}")
         until_s = began_s + PATIENCE * (began_s - self._went_on_s)
@@ -230,14 +231,14 @@ class Served:
         if self._sync.moments == "reset":
             self._optimizer.state.clear()
 
-    def _push(self, changes: Sequence[torch.Tensor], *, in_full: bool = False) -> None:
+    def _push(self, changes: Sequence[torch.Tensor], *, in_full: bool = False, asked: bool = False) -> None:
         """in_full: as they are, whatever the codec."""
         self._seq += 1
         samples, self._num_samples = self._num_samples, self._num_samples and 0
         for number, (group, start, stop) in enumerate(self._pieces):
             change = changes[group][start:stop]
             payload, code = (change, PLAIN) if in_full else self._written(self._groups[group], change, start, stop)
-            self._replica.push(number, change, payload, self._seq, samples, code)
+            self._replica.push(number, change, payload, self._seq, samples, code, asked=asked)
 
     def _change(self, group: _Group) -> torch.Tensor:
         change = group.gathered().sub_(group.local)

@@ -18,7 +18,7 @@ import torch
 from gradientflow.errors import TrainingError
 from gradientflow.exchange.server.keys import KeyFiles
 from gradientflow.exchange.server.lines import ASK_S, Directory, Lines
-from gradientflow.exchange.server.table import AVERAGED
+from gradientflow.exchange.server.table import ASKED, AVERAGED
 from gradientflow.exchange.server.wire import (
     NO_CLOCK,
     Copy,
@@ -61,6 +61,8 @@ class Held:
     #: Among those of its server.
     index: int
     version: int = -1
+    #: Steps of the outer optimizer in it.
+    num_advanced: int = 0
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     velocity: torch.Tensor | None = None
     marks: Mapping[int, Mark] = field(default_factory=dict)
@@ -110,12 +112,22 @@ class Replica:
         self._lines.open()
 
     def push(
-        self, piece: int, change: torch.Tensor, payload: torch.Tensor, seq: int, samples: int | None, code: int
+        self,
+        piece: int,
+        change: torch.Tensor,
+        payload: torch.Tensor,
+        seq: int,
+        samples: int | None,
+        code: int,
+        *,
+        asked: bool = False,
     ) -> None:
-        """payload: what stands for `change`; neither may be written to any more. samples: None if nobody counts."""
+        """payload: what stands for `change`; neither may be written to any more. samples: None if nobody counts. asked:
+        for a plain mean, out of turn."""
         held = self.pieces[piece]
         key = Key(0, 0 if samples is None else min(samples, 2**32 - 2) + 1, code, held.index)
-        delta = Delta(Header(Kind.DELTA, 0, key, seq, dtype=payload.dtype, nbytes=payload.nbytes), payload, change)
+        header = Header(Kind.DELTA, 0, key, seq, dtype=payload.dtype, nbytes=payload.nbytes)
+        delta = Delta(header._replace(urgency=ASKED if asked else 0), payload, change)
         held.pending.append(delta)
         if not held.is_doubtful:
             self._lines.say(held.place.slot, delta.header, payload)
@@ -181,15 +193,16 @@ class Replica:
         match header.kind:
             case Kind.STATE:
                 held = self._on[slot][header.key.piece]
-                self._take(held, header.seq, read_copy(payload, held.place.dtype, held.place.numel))
+                copy = read_copy(payload, held.place.dtype, held.place.numel)
+                self._take(held, header.seq, header.key.epoch, copy)
                 words = pack_names([Name(header.key, header.seq)])
                 self._lines.say(slot, Header(Kind.GOT, 0, nbytes=len(words)), words)
             case Kind.WANT:
                 held = self._on[slot][header.key.piece]
-                copy = pack_copy(Copy(held.marks, held.values, held.velocity))
-                key = Key(0, held.place.numel, 0, held.index)
-                said = Header(Kind.GIVE, 0, key, held.version, dtype=held.place.dtype, nbytes=copy.nbytes)
-                self._lines.say(slot, said._replace(urgency=AVERAGED if held.place.averaged else 0), copy)
+                packed = pack_copy(Copy(held.marks, held.values, held.velocity))
+                key = Key(held.num_advanced, held.place.numel, 0, held.index)
+                said = Header(Kind.GIVE, 0, key, held.version, dtype=held.place.dtype, nbytes=packed.nbytes)
+                self._lines.say(slot, said._replace(urgency=AVERAGED if held.place.averaged else 0), packed)
             case Kind.CLOCKS:
                 self._on[slot][header.key.piece].newest = read_copy(payload, torch.uint8, 0).marks
             case Kind.REFUSED:
@@ -197,7 +210,7 @@ class Replica:
             case _:
                 pass
 
-    def _take(self, held: Held, version: int, copy: Copy) -> None:
+    def _take(self, held: Held, version: int, num_advanced: int, copy: Copy) -> None:
         terms = self._terms[held.place.slot]
         if copy.velocity is not None:
             held.velocity = copy.velocity
@@ -205,14 +218,14 @@ class Replica:
             pass
         elif version != held.version + 1:
             held.velocity = None  # rounds went by without this worker
-        elif held.velocity is not None and held.version >= terms.warmup:
+        elif held.velocity is not None and num_advanced > held.num_advanced >= terms.warmup:
             # As the server's, from what it has done: theta' = theta + lr ((1 + mu) d + mu^2 v), v' = mu v + d.
             lr, mu = terms.lr, terms.momentum
             moved = (copy.values.to(held.velocity.dtype) - held.values.to(held.velocity.dtype)).div_(lr)
             mean = moved.sub_(held.velocity, alpha=mu * mu).div_(1 + mu)
             held.velocity = held.velocity.mul(mu).add_(mean)
         before = held.clocks().keys()
-        held.version, held.values, held.marks = version, copy.values, copy.marks
+        held.version, held.num_advanced, held.values, held.marks = version, num_advanced, copy.values, copy.marks
         if before - held.clocks().keys():
             self._lines.doubt(held.place.slot)  # it has left, or has found another server where this one was not lost
         mine = copy.marks.get(self.number, Mark(0, NO_CLOCK))

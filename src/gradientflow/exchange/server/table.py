@@ -7,7 +7,8 @@ s > 0, or any   a delta is added at once, as its worker's part of a mean over th
                 back when no clock is more than s behind the worker's own: until then the answer is parked (SSP, Ho et
                 al. 2013)
 s = 0           deltas of a round wait for each other; when all who are there have given theirs, the outer optimizer
-                takes the mean, weighed by samples, and everybody gets the same
+                takes the mean, weighed by samples, and everybody gets the same. A round that all of them asked for
+                (`ASKED`) out of turn is the plain mean, and no step of the outer optimizer
 
 Invariants:
 
@@ -58,6 +59,10 @@ MAX_PIECES = 2**20
 PLAIN, INT8 = 0, 1
 #: In `Header.urgency` of a piece's first values: it is no parameter, and only its mean is taken.
 AVERAGED = 1
+#: In `Header.urgency` of a delta: its worker wants a mean now, though it may not be its turn.
+ASKED = 1
+#: Outer steps of a piece that anybody may say it has been through.
+MAX_ADVANCED = 2**31
 #: Who has none counts for nothing, unless nobody has any: then all count alike.
 NO_SAMPLES = 2.0**-40
 
@@ -70,6 +75,8 @@ class _Piece:
     outer: Outer
     velocity: torch.Tensor | None
     version: int = 0
+    #: Steps that the outer optimizer has taken.
+    num_advanced: int = 0
     #: The newest of each worker that is in the value, also of those who left.
     taken: dict[int, int] = field(default_factory=dict)
     #: Of those who are waited for.
@@ -78,6 +85,7 @@ class _Piece:
     total: torch.Tensor | None = None
     weight: float = 0.0
     is_counted: bool = False  # by samples
+    is_asked: bool = False  # by all who have given
     given: dict[int, int] = field(default_factory=dict)  # by whom, and its number
 
     @property
@@ -217,7 +225,7 @@ class Table:
         piece = self._piece(header, copy.values)
         if piece.velocity is not None and copy.velocity is not None:
             piece.velocity.copy_(copy.velocity)
-        piece.version = header.seq
+        piece.version, piece.num_advanced = header.seq, header.key.epoch
         piece.taken = {who: mark.seq for who, mark in copy.marks.items()}
         piece.clocks = {
             who: mark.clock for who, mark in copy.marks.items() if who in self.members and mark.clock != NO_CLOCK
@@ -249,7 +257,7 @@ class Table:
             change = torch.zeros_like(change)  # of one worker; the others are not to have it
         if self.terms.staleness == 0:
             piece.given[number] = header.seq
-            self._add_to_round(piece, number, change, samples)
+            self._add_to_round(piece, number, change, samples, header.urgency == ASKED)
         else:
             piece.taken[number] = header.seq
             self._add_at_once(piece, number, change, samples)
@@ -264,7 +272,8 @@ class Table:
         piece.value.add_(change, alpha=weight / len(piece.clocks))
         piece.version += 1
 
-    def _add_to_round(self, piece: _Piece, number: int, change: torch.Tensor, samples: int) -> None:
+    def _add_to_round(self, piece: _Piece, number: int, change: torch.Tensor, samples: int, asked: bool) -> None:
+        piece.is_asked = asked and (piece.is_asked or piece.total is None)
         piece.is_counted = samples >= 0
         weight = float(samples or NO_SAMPLES) if piece.is_counted else 1.0
         piece.clocks.setdefault(number, piece.version)
@@ -279,7 +288,9 @@ class Table:
         """If all have given who are waited for."""
         if piece.total is None or not piece.given.keys() >= piece.clocks.keys():
             return
-        piece.outer.advance_(piece.value, piece.total.div_(piece.weight), piece.velocity, piece.version)
+        outer = AVERAGE if piece.is_asked else piece.outer
+        outer.advance_(piece.value, piece.total.div_(piece.weight), piece.velocity, piece.num_advanced)
+        piece.num_advanced += not piece.is_asked
         piece.version += 1
         for number in piece.clocks:
             piece.clocks[number] = piece.version
@@ -301,7 +312,7 @@ class Table:
                     member.due.discard(index)
                     member.flying.add(index)
                     payload = pack_copy(piece.copy(whole=member.is_new and piece.velocity is not None))
-                    key = Key(0, 0, 0, index)
+                    key = Key(piece.num_advanced, 0, 0, index)
                     said = Header(Kind.STATE, self.space, key, piece.version, dtype=piece.dtype, nbytes=payload.nbytes)
                     yield Outgoing(member.identity, said, payload)
             if not member.due:
@@ -362,7 +373,7 @@ class Tables:
         index = header.key.piece
         if index >= table.terms.num_pieces and header.kind in (Kind.FOUND, Kind.DELTA, Kind.GIVE):
             raise Refused("piece")
-        if header.seq > MAX_NUMBER:
+        if header.seq > MAX_NUMBER or header.key.epoch > MAX_ADVANCED:
             raise Refused("number")
         match header.kind:
             case Kind.FOUND:

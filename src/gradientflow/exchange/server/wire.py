@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 MAGIC = b"GFPS"
-VERSION = 1
+VERSION = 2
 #: Of a payload. libzmq is told so too, and hangs up on whoever announces more, before it makes room.
 MAX_NBYTES = 64 * 2**20
 
@@ -37,7 +37,7 @@ class Kind(IntEnum):
     # - Of a worker that has a copy of a table
     JOIN = 8  # payload: `Terms`, and what it has from before
     FOUND = 9  # the first values of a piece
-    DELTA = 10  # what it has changed a piece by; key: samples behind it and one more (0: not counted), code, piece
+    DELTA = 10  # what it has changed a piece by; key: 0, samples behind it and one more (0: not counted), code, piece
     ASK = 11  # who is where, in a piece
     # - Of a server
     WELCOME = 16
@@ -48,7 +48,7 @@ class Kind(IntEnum):
     LOST = 21  # a worker's connection is gone, and it has not come back
     REFUSED = 22  # payload: why
     PING = 23
-    STATE = 24  # of a piece of a table: version `seq`; payload: `Copy`
+    STATE = 24  # of a piece of a table: version `seq`, after so many outer steps (key's epoch); payload: `Copy`
     CLOCKS = 25  # payload: `Copy` without values
     CHANNEL = 26  # there is another way for what is large; payload: where
 
