@@ -16,6 +16,7 @@ from torch import nn
 
 import gradientflow as gf
 from gradientflow.runtime.deltas import shared_tensors
+from gradientflow.runtime.pump import Pump
 from helpers import run_ranks
 from models import build, loss_of
 
@@ -440,6 +441,65 @@ def resumed(recipe: str, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_training_goes_on_as_if_it_had_not_stopped(recipe: str, stop: int) -> None:
     for whole, parts in run_ranks(2, resumed, recipe, stop):
         assert torch.equal(whole, parts)
+
+
+def slow_lanes() -> None:
+    carry = Pump._carry
+
+    def slowly(self: Pump, number: int, lane: int) -> None:
+        time.sleep(0.2)
+        carry(self, number, lane)
+
+    Pump._carry = slowly  # type: ignore[method-assign]
+
+
+def rolled_back() -> tuple[torch.Tensor, torch.Tensor]:
+    """To before a round that is on its way."""
+    rank, recipe = dist.get_rank(), "lazy@local:2:delay=1"
+    whole = train("cnn", "momentum", torch.float32, recipe, 6)[-1]
+    slow_lanes()
+    model = build("cnn", torch.float32, seed=rank)
+    ours = optimizer_of("momentum", model)
+    with gf.attach(model, ours, recipe) as flow:
+        for number in range(3):
+            step(model, ours, "cnn", rank, number)
+        saved = copy.deepcopy((model.state_dict(), ours.state_dict(), flow.state_dict()))
+        step(model, ours, "cnn", rank, 3)
+        for each, state in zip((model, ours, flow), saved, strict=True):
+            each.load_state_dict(state)
+        for number in range(3, 6):
+            step(model, ours, "cnn", rank, number)
+        return whole, weights(model)
+
+
+def test_to_go_back_in_the_same_process_is_to_go_back() -> None:
+    for whole, parts in run_ranks(2, rolled_back):
+        assert torch.equal(whole, parts)
+
+
+def go_on_with_another_delay(delays: tuple[int, int], steps: int) -> float:
+    """Each of nine steps is -1; saved while a round is on its way."""
+    weight = nn.Parameter(torch.zeros(()))
+    model, ours = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=1.0)
+
+    def train(first: int, last: int) -> None:
+        for _ in range(first, last):
+            weight.grad = torch.ones(())
+            ours.step()
+
+    with gf.attach(model, ours, f"lazy@local:4:delay={delays[0]}") as flow:
+        train(0, steps)
+        state = flow.state_dict()
+    with gf.attach(model, ours, f"lazy@local:4:delay={delays[1]}") as flow:
+        flow.load_state_dict(state)
+        train(steps, 9)
+        flow.average()
+    return weight.item()
+
+
+@pytest.mark.parametrize(("delays", "steps"), [((1, 0), 4), ((2, 1), 5), ((1, 3), 4)])
+def test_what_was_on_its_way_arrives_also_with_another_delay(delays: tuple[int, int], steps: int) -> None:
+    assert run_ranks(2, go_on_with_another_delay, delays, steps) == [-9.0, -9.0]
 
 
 class Forked(nn.Module):

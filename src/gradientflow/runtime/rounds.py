@@ -119,7 +119,8 @@ class Rounds:
         place, number = (self._num_steps - 1) % self._sync.period + 1, len(self._fragments)
         sent_at = [(index + 1) * self._sync.period // number for index in range(number)]
         for fragment, at in zip(self._fragments, sent_at, strict=True):
-            if fragment.sent and place == (at + self._sync.delay - 1) % self._sync.period + 1:
+            # What was saved under another delay is taken over before the fragment is sent again, if not sooner.
+            if fragment.sent and place in (at, (at + self._sync.delay - 1) % self._sync.period + 1):
                 self._take_over(fragment)
         for fragment, at in zip(self._fragments, sent_at, strict=True):
             if place == at:
@@ -218,10 +219,10 @@ class Rounds:
             tensor, anchor = self._tensors[name], self._anchors[name]
             outer = AVERAGE if asked else self._outer[name]
             outer.advance_(anchor, mean, self._velocities.get(name), fragment.num_taken)
-            if self._sync.delay and not asked:
-                tensor.add_(anchor - sent[name])
-            else:
+            if asked or sent[name] is tensor:
                 tensor.copy_(anchor)
+            else:
+                tensor.add_(anchor - sent[name])
         fragment.num_taken += not asked
         if self._sync.moments == "reset":
             self._forget_moments(fragment.views)
@@ -312,7 +313,12 @@ class Rounds:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], given: Shares) -> None:
-        """Of another world, what is on its way is the first's that it takes over: all of them get the same mean."""
+        """What is on its way is waited for, and forgotten: lanes write to where what was saved goes.
+
+        Of another world, what was on its way is the first's that it takes over: all of them get the same mean."""
+        for fragment in self._fragments:
+            if fragment.sent:
+                self._wait_for(fragment)
         kept = given.states[0]
         lacking = {"steps", "rounds", "taken", "anchors"} - state.keys()
         lacking |= {"samples", "counts", "counted", "on_their_way"} - kept.keys()
