@@ -309,6 +309,95 @@ def test_dense_steps_come_first() -> None:
     assert torch.equal(found[0][6], found[1][6]) and torch.equal(found[0][9], found[1][9])
 
 
+class Parts(nn.Module):
+    """Never called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.scale.weight)
+
+    def loss(self) -> torch.Tensor:
+        return self.scale(torch.full((1,), dist.get_rank() + 1.0)).sum()
+
+    def loss_by_hand(self) -> torch.Tensor:
+        return self.scale.weight.sum()
+
+
+def part_after_two(stop: int) -> tuple[list[float], str]:
+    """Of weights, after each of four steps; what is said if modules are not called, and to a state from before."""
+    model = Parts()
+    ours = torch.optim.SGD(model.parameters(), lr=1.0)
+    recipe, found = "lazy@local:3:start=2", []
+    flow = gf.attach(model, ours, recipe)
+    for number in range(4):
+        if number == stop:
+            state = copy.deepcopy((model.state_dict(), flow.state_dict()))
+            flow.close()
+            flow = gf.attach(model, ours, recipe)
+            for each, saved in zip((model, flow), state, strict=True):
+                each.load_state_dict(saved)
+        ours.zero_grad()
+        model.loss().backward()
+        ours.step()
+        found.append(model.scale.weight.item())
+    with pytest.raises(gf.UsageError, match=r"of a step before start=2.* attach again and load it then"):
+        flow.load_state_dict(state[1])
+    flow.close()
+    with gf.attach(model, ours, recipe), pytest.raises(gf.UsageError) as caught:
+        for _ in range(5):
+            ours.zero_grad()
+            model.loss_by_hand().backward()
+            ours.step()
+    return found, str(caught.value)
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_workers_part_also_if_the_model_is_not_called_as_a_whole(stop: int) -> None:
+    (ours, words), (theirs, _) = run_ranks(2, part_after_two, stop)
+    assert ours == [-1.5, -3.0, -4.0, -5.0] and theirs == [-1.5, -3.0, -5.0, -7.0]
+    assert "after start=2 steps" in words and "call model(...)" in words
+
+
+def count_before_parting(counts: list[int]) -> float:
+    rank = dist.get_rank()
+    model = nn.Linear(1, 1, bias=False)
+    ours = torch.optim.SGD(model.parameters(), lr=1.0)
+    with gf.attach(model, ours, "lazy@local:1:start=2") as flow:
+        for _ in range(3):
+            flow.count(counts[rank])
+            before = model.weight.item()
+            ours.zero_grad()
+            model(torch.full((1, 1), rank * 4.0)).sum().backward()
+            ours.step()
+        return before - model.weight.item()
+
+
+def test_samples_of_the_first_step_after_parting_count() -> None:
+    assert run_ranks(2, count_before_parting, [1, 3]) == pytest.approx([3.0, 3.0])
+
+
+def count_oddly() -> dict[str, str]:
+    model = build("mlp", torch.float32, seed=0)
+    found = {}
+    for recipe in ("lazy@local:2", "lazy"):
+        with gf.attach(model, optimizer_of("sgd", model), recipe) as flow:
+            flow.count(torch.tensor(9))  # type: ignore[arg-type]
+            flow.load_state_dict(flow.state_dict())
+            for odd in (float("nan"), 2.0, "3", None, torch.tensor(2.5), torch.eye(2), -1, 2**60):
+                with pytest.raises(gf.UsageError) as caught:
+                    flow.count(odd)  # type: ignore[arg-type]
+                found[f"{recipe} {odd}"] = str(caught.value)
+    return found
+
+
+def test_samples_are_whole_numbers() -> None:
+    found = run_ranks(1, count_oddly)[0]
+    assert len(found) == 16
+    assert all(words.startswith("count(") and "\n" not in words for words in found.values()), found
+    assert found["lazy@local:2 nan"] == "count(nan): samples are counted in whole numbers"
+
+
 def moments_after(recipe: str) -> list[torch.Tensor]:
     rank = dist.get_rank()
     model = build("mlp", torch.float64, seed=rank)

@@ -25,7 +25,7 @@ from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.flow import GradientFlow
-from gradientflow.runtime.handle import Flow, Memory, as_states, nothing_to_hold_back, open_flows, trainable
+from gradientflow.runtime.handle import Flow, Memory, as_count, as_states, nothing_to_hold_back, open_flows, trainable
 from gradientflow.runtime.hooks import OriginalOnly
 from gradientflow.runtime.leaving import LiveTrace
 from gradientflow.runtime.optimizers import check_known, held_by
@@ -112,11 +112,15 @@ class DeltaFlow(Flow):
         self._live: LiveTrace | None = None
         if dense is None:
             self._open(open_road)
+        #: Samples of a step that may be the first by this worker alone; None if nobody counts.
+        self._num_counted: int | None = None
         self._num_steps = 0
         self._began_s = self._recorder.clock()
         self._broken: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
+        #: Hooks in which workers part.
+        self._parting: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(OriginalOnly(lambda *given: self._before_step())),
             optimizer.register_step_post_hook(OriginalOnly(lambda *given: self._after_step())),
@@ -124,7 +128,7 @@ class DeltaFlow(Flow):
         if dense:
             # Not in a hook of the optimizer, whose hooks the other flow takes away.
             hook = OriginalOnly(torch.compiler.disable(lambda *given: self._before_forward()))  # type: ignore[no-untyped-call]
-            self._handles.append(model.register_forward_pre_hook(hook))
+            self._parting = [model.register_forward_pre_hook(hook)]
         else:
             open_flows.add(self)
         atexit.register(self.close)
@@ -143,9 +147,10 @@ class DeltaFlow(Flow):
         return self._dense.no_sync() if self._dense else nothing_to_hold_back()
 
     def count(self, num_samples: int) -> None:
-        super().count(num_samples)
-        if not self._dense:
-            self._way.count(num_samples)
+        if self._dense:
+            self._num_counted = (self._num_counted or 0) + as_count(num_samples)
+        else:
+            self._way.count(as_count(num_samples))
 
     def average(self) -> None:
         if self._dense:
@@ -213,9 +218,15 @@ class DeltaFlow(Flow):
                 self._relax_as_loaded()
             given = shares(states, *self._place)
             self._way.load_state_dict(states[0]["sync"], given)
+        elif "dense" in states[0]:
+            raise UsageError(
+                f"the state is of a step before start={self.recipe.sync.start}, after which workers have parted here: "
+                "close() this flow, attach again and load it then"
+            )
         else:
             raise UsageError(f"the state was saved under {states[0].get('recipe')!r}, in which workers stay together")
         self._num_steps = count((given.states if given else states)[0], "step")
+        self._watch_parts()
 
     def close(self) -> None:
         """Take everything away that `attach` put there. Parameters stay as they are: `average()` first, if they are to
@@ -225,7 +236,7 @@ class DeltaFlow(Flow):
         self._closed = True
         atexit.unregister(self.close)
         open_flows.discard(self)
-        for handle in self._handles:
+        for handle in [*self._handles, *self._parting]:
             handle.remove()
         if self._dense:
             self._dense.close()
@@ -256,8 +267,12 @@ class DeltaFlow(Flow):
             return
         dense, self._dense = self._dense, None
         dense.close()
+        for handle in self._parting:
+            handle.remove()
         self._open(self._open_road)
         open_flows.add(self)
+        if self._num_counted is not None:
+            self._way.count(self._num_counted)
 
     @torch.no_grad()
     def _relax_as_loaded(self) -> None:
@@ -272,7 +287,25 @@ class DeltaFlow(Flow):
         if torch.is_grad_enabled():  # one worker may evaluate by itself
             self._relax()
 
+    def _before_part(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._before_forward()
+
+    def _watch_parts(self) -> None:
+        """When workers are to part, in a forward pass: the model may never be called as a whole."""
+        if self._dense is None or self._num_steps < self.recipe.sync.start or len(self._parting) > 1:
+            return
+        for part in self._model.modules():
+            if part is not self._model and not isinstance(part, torch.jit.ScriptModule):  # takes no hooks
+                hook = OriginalOnly(lambda *given: self._before_part())
+                self._parting.append(part.register_forward_pre_hook(hook))
+
     def _before_step(self) -> None:
+        if self._dense and self._num_steps > self.recipe.sync.start:
+            raise UsageError(
+                f"recipe '{self.recipe}': after start={self.recipe.sync.start} steps workers part in the next forward "
+                "pass, and neither the model nor a module in it was called since: call model(...)"
+            )
         if not self._dense:
             self._way  # noqa: B018 - raises if there is none
             check_known(held_by(self._optimizer), self._known)
@@ -280,6 +313,8 @@ class DeltaFlow(Flow):
     def _after_step(self) -> None:
         self._num_steps += 1
         if self._dense:
+            self._num_counted = None
+            self._watch_parts()
             return
         with self._breaking():
             self._way.stepped()

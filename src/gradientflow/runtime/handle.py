@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from gradientflow.documents import Record
 from gradientflow.errors import TrainingError, UsageError
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
+from gradientflow.saved import MOST
 from gradientflow.trace import Trace
 from gradientflow.tune.explain import Situation, explain
 
@@ -108,8 +110,7 @@ class Flow(ABC):
     def count(self, num_samples: int) -> None:
         """Say how many samples are behind the next step, if workers have different numbers of them: what they change is
         weighed by it. On all workers or on none; before `optimizer.step()`. The mean of gradients is a plain one."""
-        if num_samples < 0:
-            raise UsageError(f"count({num_samples}): samples are counted from 0")
+        as_count(num_samples)
 
     def average(self) -> None:
         """Make all workers the same, now: before an evaluation that all take part in, a checkpoint, the end. Collective
@@ -186,6 +187,18 @@ def held_by_a_flow(parameters: Mapping[str, nn.Parameter]) -> list[str]:
 def trainable(model: nn.Module, ignored: frozenset[str] = frozenset()) -> dict[str, nn.Parameter]:
     """The parameters that are exchanged; a tied one counts once, by its first name."""
     return {n: parameter for n, parameter in model.named_parameters() if parameter.requires_grad and n not in ignored}
+
+
+def as_count(num_samples: int) -> int:
+    """Also of a tensor or array that is one whole number."""
+    try:
+        found = operator.index(num_samples)
+    except TypeError:
+        words = repr(num_samples).partition("\n")[0]
+        raise UsageError(f"count({words:.40}): samples are counted in whole numbers") from None
+    if not 0 <= found <= MOST:
+        raise UsageError(f"count({found}): samples are counted from 0 to 2**53")
+    return found
 
 
 def as_states(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
