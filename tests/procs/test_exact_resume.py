@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradientflow as gf
 from gradientflow.integrations.dcp import saved_flow
@@ -306,3 +307,37 @@ def all_through_dcp(path: str, recipes: list[str]) -> list[str]:
 def test_states_of_flows_are_like_any_other_to_torch(tmp_path: Path) -> None:
     recipes = ["lazy", RESHARDED, "lazy:4KB+powersgd:2:always:warmup=2"]
     assert run_ranks(2, all_through_dcp, str(tmp_path), recipes) == [[""] * 3] * 2
+
+
+def as_the_guide_says(path: str, recipe: str) -> str:
+    """docs/guides/checkpoints.md: nothing of the first job is left when the second one begins."""
+
+    def asked(job: Job) -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(job.model, job.optimizer)
+        return {"model": model_state, "optimizer": optimizer_state, "flow": job.flow.state_dict()}
+
+    job = Job(Case(recipe, kind="adamw"))
+    job.run(0, 4)
+    dcp.save(asked(job), checkpoint_id=path)
+    random_state = torch.get_rng_state()
+    job.run(4, STEPS)
+    expected = job.everything()
+    job.flow.close()
+    again = Job(Case(recipe, kind="adamw"))
+    state = asked(again)
+    dcp.load(state, checkpoint_id=path)
+    model, optimizer = state["model"], state["optimizer"]
+    set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    again.flow.load_state_dict(state["flow"])
+    torch.set_rng_state(random_state)
+    again.run(4, STEPS)
+    found = again.everything()
+    again.flow.close()
+    for statistics in ("norm.running_mean", "norm.running_var"):
+        del found["model"][statistics], expected["model"][statistics]
+    return different(found, expected, "")
+
+
+def test_optimizers_come_back_through_torchs_checkpoints(tmp_path: Path) -> None:
+    for number, recipe in enumerate(["lazy", RESHARDED]):
+        assert run_ranks(2, as_the_guide_says, str(tmp_path / str(number)), recipe) == [""] * 2
