@@ -79,6 +79,47 @@ def test_who_does_not_come_to_save_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["1"]
 
 
+def clouds_go_on(directory: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """DDP inside two clouds, a flow across; the ranks of one across-group save."""
+    rank = dist.get_rank()
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    words, found = "", []
+    for first in (0, 3):
+        torch.manual_seed(rank)
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        wrapped = nn.parallel.DistributedDataParallel(model, process_group=inside)
+        with gf.attach(model, optimizer, "lazy@diloco:2", process_group=across) as flow:
+            if first:
+                saved = gf.load(directory, process_group=across)
+                model.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+                flow.load_state_dict(saved["flow"])
+            for number in range(first, 6):
+                if number == 3 and not first:
+                    dist.barrier()
+                    if rank % 2 == 0:
+                        gf.save(directory, flow, process_group=across, model=model, optimizer=optimizer)
+                    dist.barrier()
+                    if rank % 2:
+                        with pytest.raises(gf.UserError) as caught:
+                            gf.save(directory, flow, process_group=across, model=model)
+                        words = str(caught.value)
+                optimizer.zero_grad()
+                wrapped(torch.full((1, 6), rank + number + 1.0)).square().sum().backward()
+                optimizer.step()
+        found.append(model.weight.detach().clone())
+    return found[0], found[1], words
+
+
+def test_one_group_of_ranks_saves_for_all(tmp_path: Path) -> None:
+    for rank, (whole, parts, words) in enumerate(run_ranks(4, clouds_go_on, str(tmp_path))):
+        assert torch.equal(whole, parts)
+        assert ("another group, of ranks 0, 2, saves into it, and these are 1, 3" in words) == bool(rank % 2)
+    assert os.listdir(tmp_path) == ["1"]
+
+
 # - SSP and ASP: a cut
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import gradientflow as gf
 from gradientflow.errors import DocumentError, UsageError
+from gradientflow.exchange.health import Process, _started
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -92,6 +93,35 @@ def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == ["1"] and gf.load(tmp_path)["step"] == 1
+
+
+def begun(directory: Path, name: str, writer: Process | None) -> Path:
+    partial = directory / f".partial-{name}"
+    partial.mkdir()
+    (partial / "common.pt").write_bytes(b"half")
+    if writer is not None:
+        (partial / "writer.json").write_text(writer.model_dump_json())
+    return partial
+
+
+def test_what_another_writes_is_left_to_it_while_it_lives(tmp_path: Path) -> None:
+    this = Process.this()
+    elsewhere, unsigned = (
+        begun(tmp_path, name, each) for name, each in (("1-a", this.model_copy(update={"host": "b"})), ("1-c", None))
+    )
+    for dead in (this, this.model_copy(update={"started": "1"})):
+        begun(tmp_path, "1-d", dead)
+        gf.save(tmp_path, step=1, keep=1)
+        assert not (tmp_path / ".partial-1-d").exists() and elsewhere.exists() and unsigned.exists()
+    os.utime(elsewhere, (1, 1))
+    parent = this.model_copy(update={"pid": os.getppid(), "started": _started(os.getppid())})
+    theirs = begun(tmp_path, "3-e", parent)
+    with pytest.raises(DocumentError, match=rf"another job, process {os.getppid()}, is saving into it: give each"):
+        gf.save(tmp_path, step=2)
+    assert theirs.exists()
+    (theirs / "writer.json").unlink()
+    gf.save(tmp_path, step=3, keep=1)
+    assert sorted(os.listdir(tmp_path)) == [".partial-1-c", ".partial-3-e", "3"]
 
 
 def test_what_is_no_directory_is_said(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@
             common.pt               what all ranks have alike, written by rank 0
             rank-0.pt, rank-1.pt    what each keeps for itself
         .partial-43-1f0c            one that is being written, or was when somebody was killed
+            writer.json             the process that began it
+        .removed-40-77ab            one that is on its way out
 
 A checkpoint is written under another name, each file down to the disk, and has its number only when all of it is there:
 renaming a directory is one step. What is loaded was complete once, is as long as it was then and has the same checksum.
@@ -24,6 +26,7 @@ import pickle
 import re
 import secrets
 import shutil
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -38,13 +41,14 @@ from pydantic import Field
 from gradientflow.documents import Document, Record, write_text
 from gradientflow.errors import DocumentError, GradientFlowError, UsageError
 from gradientflow.exchange.control import Control
-from gradientflow.exchange.health import Health
+from gradientflow.exchange.health import Health, Process
+from gradientflow.exchange.verdict import Life
 from gradientflow.runtime.handle import DEADLINE_S, Flow
 from gradientflow.runtime.states import RANKS, name_of, taken_over
 
 _log = logging.getLogger(__name__)
 
-MANIFEST, COMMON = "manifest.json", "common.pt"
+MANIFEST, COMMON, WRITER = "manifest.json", "common.pt", "writer.json"
 #: Names in a checkpoint that are this module's own.
 FLOW, RANDOM, RANDOM_CUDA = "flow", "random", "random_cuda"
 #: Of a pickle inside an archive: it names tensors, of which there are at most some thousands.
@@ -53,7 +57,9 @@ MAX_PICKLE_NBYTES = 64 * 2**20
 EXPANDED_NBYTES = 16 * 2**20
 #: Read at a time for a checksum.
 _BLOCK = 2**20
-_PARTIAL = ".partial-"
+_PARTIAL, _REMOVED = ".partial-", ".removed-"
+#: What was begun by a process that cannot be looked at, on another host, is removed after so long.
+FORSAKEN_S = 3600.0
 
 T = TypeVar("T")
 
@@ -105,7 +111,25 @@ def save(
     with _meeting(process_group, deadline_s, "write a checkpoint") as ranks:
         if flow is not None:
             flow.cut(ranks.meet)
+        ranks.from_first(lambda: _claim(Path(directory), process_group))
         return _save(Path(directory), flow, states, ranks, keep)
+
+
+def _claim(path: Path, given: dist.ProcessGroup | None) -> str:
+    """Of one job, one group of ranks saves into a directory: who loads the newest must not get another's."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or given is None or dist.get_world_size(given) == dist.get_world_size():
+        return ""
+    store, key = dist.PrefixStore("gradientflow/checkpoints", world.get_group_store()), f"who saves {path.resolve()}"
+    ours = ", ".join(map(str, dist.get_process_group_ranks(given)))
+    theirs = store.compare_set(key, "", ours).decode()
+    if set(ours.split(", ")).isdisjoint(theirs.split(", ")):
+        raise UsageError(
+            f"{path}: another group, of ranks {theirs}, saves into it, and these are {ours}: let one group save what "
+            "all have, or give each a directory of its own"
+        )
+    store.set(key, ours)  # torchrun keeps a store through restarts, after which groups may be others
+    return ""
 
 
 def _save(path: Path, flow: Flow | None, states: Mapping[str, Any], ranks: _Ranks, keep: int) -> Path:
@@ -142,11 +166,29 @@ def _sorted(flow: Flow | None, states: Mapping[str, Any], ranks: _Ranks) -> tupl
 
 def _begin(path: Path) -> str:
     path.mkdir(parents=True, exist_ok=True)
-    for old in path.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(old, ignore_errors=True)
+    _clear(path)
     name = f"{_PARTIAL}{max(_numbers(path), default=0) + 1}-{secrets.token_hex(4)}"
     (path / name).mkdir()
+    (path / name / WRITER).write_text(Process.this().model_dump_json())
     return name
+
+
+def _clear(path: Path) -> None:
+    """Remove what nobody will finish."""
+    for old in path.glob(f"{_REMOVED}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    for old in path.glob(f"{_PARTIAL}*"):
+        writer, life = None, Life.UNKNOWN
+        with contextlib.suppress(OSError, ValueError):  # it may be torn, or just being written
+            writer = Process.model_validate_json((old / WRITER).read_text())
+            life = writer.life()
+        if writer is not None and writer != Process.this() and life in (Life.RUNNING, Life.STOPPED):
+            raise UsageError(
+                f"{path}: another job, process {writer.pid}, is saving into it: give each a directory of its own"
+            )
+        with contextlib.suppress(OSError):  # its writer may finish it now
+            if life is not Life.UNKNOWN or time.time() - old.stat().st_mtime > FORSAKEN_S:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> dict[str, int]:
@@ -200,6 +242,7 @@ def _finish(path: Path, partial: Path, world: int, files: Mapping[str, File], ke
     manifest = Manifest(world=world, saved=datetime.now(UTC).isoformat(timespec="seconds"), files=dict(files))
     write_text(partial / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     _sync(partial / MANIFEST)
+    (partial / WRITER).unlink(missing_ok=True)
     _sync(partial)
     number = max(_numbers(path), default=0) + 1
     os.rename(partial, path / str(number))
@@ -207,7 +250,7 @@ def _finish(path: Path, partial: Path, world: int, files: Mapping[str, File], ke
     with contextlib.suppress(OSError):  # what is new is there, whatever becomes of the old
         for old in sorted(_numbers(path))[:-keep]:
             # Away from its number first: one that is half removed must not look like one.
-            going = path / f"{_PARTIAL}{old}-{secrets.token_hex(4)}"
+            going = path / f"{_REMOVED}{old}-{secrets.token_hex(4)}"
             os.rename(path / str(old), going)
             shutil.rmtree(going, ignore_errors=True)
     return str(number)
