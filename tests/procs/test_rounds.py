@@ -419,6 +419,21 @@ def test_moments_are_kept_averaged_or_forgotten() -> None:
     assert all(not len(moments) for moments in run_ranks(2, moments_after, "lazy@local:2:state=reset")[0])
 
 
+def moments_of_a_number() -> tuple[float, float]:
+    model = nn.ParameterDict({"logit_scale": nn.Parameter(torch.zeros(()))})
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with gf.attach(model, ours, "lazy@local:1:state=average"):
+        (model["logit_scale"] * (dist.get_rank() + 1.0)).backward()
+        ours.step()
+    state = ours.state[model["logit_scale"]]
+    return state["exp_avg"].item(), state["step"].item()
+
+
+def test_moments_of_a_single_number_are_averaged_too() -> None:
+    for moment, step in run_ranks(2, moments_of_a_number):
+        assert (moment, step) == (pytest.approx(0.15), 1.0)
+
+
 # - Codecs
 
 

@@ -236,14 +236,14 @@ class Rounds:
             self._optimizer.state.pop(self._trained[name], None)
 
     def _average_moments(self, names: Mapping[str, object]) -> None:
-        """Of all that is shaped as its parameter; counters of steps are the same on all workers. A parameter that some
-        worker has not used yet has none there: of it they stay as they are."""
+        """Of all that is shaped as its parameter, but for counters of steps, which are the same on all workers. A
+        parameter that some worker has not used yet has none there: of it they stay as they are."""
         found = [
             [
                 own_part(value)
                 for parameter in ([self._trained[name]] if name in self._trained else [])
-                for _, value in sorted(self._optimizer.state.get(parameter, {}).items())
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+                for kind, value in sorted(self._optimizer.state.get(parameter, {}).items())
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and kind != "step"
             ]
             for name in names
         ]
