@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from gradientflow.errors import DeadlineError
+from gradientflow.errors import DeadlineError, PeerError
 from gradientflow.exchange import Control, Health
 
 
@@ -45,3 +45,15 @@ def test_who_does_not_come_is_named_though_it_was_there_before() -> None:
     meet(store, 0)
     with pytest.raises(DeadlineError, match=r"waited 0\.3 s to meet; nothing came from rank 1"):
         control(store, 0, deadline_s=0.3).meet("meet")
+
+
+def test_who_comes_after_another_has_given_up_hears_why() -> None:
+    store = dist.HashStore()
+    for first in (0, 1):
+        with pytest.raises(DeadlineError):
+            control(store, 0, deadline_s=0.3).meet("meet")
+        began_s = time.monotonic()
+        with pytest.raises(PeerError, match=r"^rank 1 came to meet, and rank 0 has given up: rank 0 waited") as said:
+            control(store, 1).meet("meet")
+        assert time.monotonic() - began_s < 5 and said.value.ranks == (0,)
+        assert all(meet(store, first)), "both come again"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ import torch.distributed as dist
 
 from gradientflow.errors import DeadlineError, PeerError, TrainingError
 from gradientflow.exchange.health import LOOK_S, Health
+
+#: In the store, beside hellos: who was the last to stop waiting for others, its hello and its words.
+_GAVE_UP = "gave up"
 
 
 class Control:
@@ -43,20 +47,23 @@ class Control:
         and with it what processes said that are gone.
 
         Each says hello with a word of its own, and then what it makes of all words that it found. When all make the
-        same of them, each has found each: nobody who is gone can have made anything of a word that is new."""
+        same of them, each has found each: nobody who is gone can have made anything of a word that is new.
+
+        Who gives up leaves its word and why: whoever comes later and finds it does not wait."""
         ranks = range(len(self.members))
         hellos, seen = [f"hello/{rank}" for rank in ranks], [f"seen/{rank}" for rank in ranks]
-        self._store.set(hellos[self._rank], secrets.token_hex(16))
-        made = ""
+        hello, made = secrets.token_hex(16), ""
+        self._store.set(hellos[self._rank], hello)
 
         def met() -> bool:
             nonlocal made
             if not self._store.check(hellos):
                 return False
-            words = b"".join(self._store.get(hello) for hello in hellos)
-            if (now := hashlib.sha256(words).hexdigest()) != made:
+            words = [self._store.get(key).decode() for key in hellos]
+            if (now := hashlib.sha256("".join(words).encode()).hexdigest()) != made:
                 made = now
                 self._store.set(seen[self._rank], made)
+                self._raise_if_given_up(words, purpose)
             return self._store.check(seen) and all(self._store.get(key).decode() == made for key in seen)
 
         def missing() -> list[int]:
@@ -68,8 +75,24 @@ class Control:
                 if not self._store.check([seen[rank]]) or self._store.get(seen[rank]).decode() != made
             ]
 
-        self._wait_until(met, missing, purpose)
+        try:
+            self._wait_until(met, missing, purpose)
+        except DeadlineError as error:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self._store.set(_GAVE_UP, json.dumps([self._rank, hello, str(error)]))
+            raise
         return made
+
+    def _raise_if_given_up(self, hellos: list[str], purpose: str) -> None:
+        """Once: the next time they may meet again, and this rank be there first."""
+        if self._store.check([_GAVE_UP]):
+            rank, hello, why = json.loads(self._store.get(_GAVE_UP))
+            told = f"told/{self._rank}"
+            if hellos[rank] == hello and not (self._store.check([told]) and self._store.get(told).decode() == hello):
+                self._store.set(told, hello)
+                name = self.members[rank]
+                words = f"rank {self.members[self._rank]} came to {purpose}, and rank {name} has given up: {why}"
+                raise PeerError(words, (name,))
 
     def to_rank(self, rank: int, text: str, purpose: str) -> list[str]:
         """Everybody's `text` on that rank, which takes it out of the store; [] on the others, who do not wait."""
