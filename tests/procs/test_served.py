@@ -126,6 +126,52 @@ def test_without_a_bound_workers_do_not_wait_for_each_other(tmp_path: Path) -> N
     assert torch.equal(found[0], found[1])
 
 
+def one_does_not_average() -> tuple[str, torch.Tensor | None]:
+    """Of three, one is killed and another one does not come the second time."""
+    rank = dist.get_rank()
+    model = build("mlp", torch.float32, seed=0)
+    ours = optimizer_of("sgd", model)
+    flow = gf.attach(model, ours, "lazy-ps:1@ssp:3", deadline_s=4.0)
+    step(model, ours, "mlp", rank, 0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flow.average()
+    found = weights(model)
+    if rank == 2:
+        time.sleep(6.0)
+        return "", found
+    with pytest.raises(gf.DeadlineError) as caught:
+        flow.average()
+    return str(caught.value), found
+
+
+def test_who_does_not_average_is_named_and_who_is_dead_is_not_waited_for() -> None:
+    with servers(1) as hosts:
+        found = run_ranks(3, told, hosts.environment, one_does_not_average, lost=(1,))
+    (words, ours), (_, theirs) = found[0], found[2]
+    assert torch.equal(ours, theirs)
+    assert words == "waited 4 s for all workers to call average(): rank 2 did not"
+
+
+def count_nothing(recipe: str) -> float:
+    """Steps are -1 on rank 0 and -100 on the other, which says that nothing is behind its second one."""
+    rank = dist.get_rank()
+    weight = nn.Parameter(torch.zeros(3))
+    model, ours = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=1.0)
+    with gf.attach(model, ours, recipe) as flow:
+        for number in range(2):
+            flow.count(0 if rank and number else 4)
+            weight.grad = torch.full((3,), 100.0 if rank else 1.0)
+            ours.step()
+        flow.average()
+        return weight[0].item()
+
+
+@pytest.mark.parametrize("recipe", ["lazy-ps@asp", "lazy-ps@ssp:2", "lazy-ps+fp16@asp"])
+def test_a_step_without_samples_counts_for_nothing(recipe: str) -> None:
+    assert run_ranks(2, count_nothing, recipe) == [-51.0, -51.0]
+
+
 def poisoned() -> torch.Tensor:
     rank = dist.get_rank()
     model = build("mlp", torch.float32, seed=rank)

@@ -29,8 +29,10 @@ from torch import nn
 
 from gradientflow.compress.part import is_finite
 from gradientflow.compress.quantize import Codes, Int8
+from gradientflow.documents import parse_json
 from gradientflow.errors import DeadlineError, DisagreementError, NonFiniteError, UsageError
 from gradientflow.exchange.groups import store_beside
+from gradientflow.exchange.health import Process
 from gradientflow.exchange.server.directory import StoreDirectory, register, store_of_job
 from gradientflow.exchange.server.keys import KeyFiles
 from gradientflow.exchange.server.placement import cut, partition_nbytes, spread
@@ -38,6 +40,7 @@ from gradientflow.exchange.server.replica import Held, Place, Replica
 from gradientflow.exchange.server.service import Service
 from gradientflow.exchange.server.table import INT8, PLAIN, shard_of
 from gradientflow.exchange.server.wire import Terms
+from gradientflow.exchange.verdict import Life
 from gradientflow.network import Network
 from gradientflow.plan import Message, Plan, Slice
 from gradientflow.recipe import Recipe
@@ -105,14 +108,16 @@ def groups_of(tensors: Mapping[str, torch.Tensor], trained: frozenset[str]) -> l
 
 
 class Assembly:
-    """Where the members of a process group wait for each other; not for those who have left."""
+    """Where the members of a process group wait for each other; not for those who have left or are dead."""
 
-    def __init__(self, store: dist.Store, world: int) -> None:
-        self._store, self._world = store, world
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
         self._number = 0
+        store.set(f"process/{rank}", Process.this().model_dump_json())
 
     def come(self) -> None:
         self._number += 1
+        self._store.set(f"assembly {self._number}/{self._rank}", "")
         self._store.add(f"assembly {self._number}", 1)
 
     @property
@@ -120,8 +125,21 @@ class Assembly:
         come, left = (self._store.add(name, 0) for name in (f"assembly {self._number}", "left"))
         return come + left >= self._world
 
+    def missing(self) -> list[int]:
+        """Ranks that might still come. Of another host it is not known who is dead."""
+        return [rank for rank in range(self._world) if not self._is_here_or_gone(rank)]
+
+    def _is_here_or_gone(self, rank: int) -> bool:
+        if self._store.check([f"assembly {self._number}/{rank}"]) or self._store.check([f"left/{rank}"]):
+            return True
+        said = f"process/{rank}"
+        if not self._store.check([said]):
+            return False
+        return parse_json(Process, self._store.get(said).decode(), said).life() is Life.GONE
+
     def leave(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store may have left before
+            self._store.set(f"left/{self._rank}", "")
             self._store.add("left", 1)
 
 
@@ -189,11 +207,20 @@ class Served:
     def _assemble(self, assembly: Assembly) -> None:
         assembly.come()
         end_s = time.monotonic() + self._deadline_s
+        look_s = time.monotonic() + LOOK_S
         while not assembly.is_complete:
             self._replica.turn(ASSEMBLY_LOOK_S)
+            if time.monotonic() < look_s:
+                continue
+            look_s = time.monotonic() + LOOK_S
+            missing = assembly.missing()
+            if not missing:
+                return
             if time.monotonic() > end_s:
+                names = ", ".join(map(str, missing))
                 raise DeadlineError(
-                    f"waited {self._deadline_s:g} s for all workers to call average(): some do not, or are gone"
+                    f"waited {self._deadline_s:g} s for all workers to call average(): rank {names} did not",
+                    tuple(missing),
                 )
 
     def finish(self) -> None:
@@ -215,11 +242,12 @@ class Served:
     @torch.no_grad()
     def _exchange(self, enough: Callable[[Held], bool], *, asked: bool = False) -> None:
         """asked: out of turn, for a plain mean."""
-        changes = [self._change(group) for group in self._groups]
+        counts = self._num_samples != 0
+        changes = [self._change(group, counts) for group in self._groups]
         if not all(is_finite(change) for change in changes):
             self._go_back()
             changes = [torch.zeros_like(change) for change in changes]
-        self._push(changes, asked=asked)
+        self._push(changes, in_full=not counts, asked=asked)
         began_s = self._recorder.clock()
         self._wait(enough, f"go on after exchange {self._seq}")
         until_s = began_s + PATIENCE * (began_s - self._went_on_s)
@@ -240,9 +268,13 @@ class Served:
             payload, code = (change, PLAIN) if in_full else self._written(self._groups[group], change, start, stop)
             self._replica.push(number, change, payload, self._seq, samples, code, asked=asked)
 
-    def _change(self, group: _Group) -> torch.Tensor:
+    def _change(self, group: _Group, counts: bool) -> torch.Tensor:
+        """counts: samples are behind it, or nobody counts them. Else it is nothing, and what a codec has left over
+        waits; where all are waited for, servers see that, and take the mean if nobody has any."""
+        if not counts and self._sync.staleness:
+            return torch.zeros_like(group.local)
         change = group.gathered().sub_(group.local)
-        return change.add_(group.left_over) if self._codec else change
+        return change.add_(group.left_over) if self._codec and counts else change
 
     def _written(self, group: _Group, change: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, int]:
         """What is pushed, and how it is written. What that leaves over is kept."""
@@ -391,7 +423,7 @@ def open_served(
         assert group is not None
         store, world = store_beside(group), dist.get_world_size(group)
         number = dist.get_rank(group)
-        assembly = Assembly(store, world)
+        assembly = Assembly(store, number, world)
     else:
         if not recipe.num_servers or not settings.job[0]:
             raise UsageError(
