@@ -19,6 +19,7 @@ def test_named_clusters_read_and_write(name: str, tmp_path: Path) -> None:
     cluster.write_toml(tmp_path / "again.toml")
     assert read(tmp_path / "again.toml") == cluster
     assert cluster.all_reduce(cluster.places).seconds(2**20) > 0
+    assert cluster.collective.hop_s is not None  # published or calibrated, not taken from a protocol
 
 
 def test_the_clusters_that_are_asked_for() -> None:

@@ -114,6 +114,40 @@ def test_a_ring_on_any_wiring(topology: Topology, factor: float) -> None:
     assert pattern_cost(here, "ring", 8).seconds(nbytes) == pytest.approx(factor * expected_s, rel=0.01)
 
 
+SLOW_TO_BEGIN = Wire(protocol="tcp", bits_per_s=8 * RATE, latency_s=0.02)
+
+
+def test_every_way_pays_a_wires_latency() -> None:
+    """The backend's own ring as ours, on a switch as under one of a fat tree."""
+    here = Cluster(name="here", hosts=8, between=SLOW_TO_BEGIN)
+    under_one = here.model_copy(update={"topology": Topology(kind="fat-tree")})
+    nbytes = 2.0**24
+    ring_s = here.all_reduce(8).seconds(nbytes)
+    assert here.all_reduce(8).seconds(0) == pytest.approx(14 * 0.02)
+    assert pattern_cost(here, "ring", 8).seconds(nbytes) == pytest.approx(ring_s)
+    assert pattern_cost(under_one, "ring", 8).seconds(nbytes) == pytest.approx(ring_s)
+    taken = {predict(BIG, Recipe.parse("wfbp"), place, 8).iteration_s for place in (here, under_one)}
+    assert max(taken) == pytest.approx(min(taken))
+
+
+@pytest.mark.parametrize(
+    ("collective", "ring_s"),
+    [
+        (Collective(), 2 * 0.02 + 4 * 0.001),
+        (Collective(inside_hop_s=0.0), 2 * 0.02),
+        (Collective(hop_s=0.0), 0.0),
+        (Collective(hop_s=0.003), 6 * 0.003),
+        (Collective(hop_s=0.003, inside_hop_s=0.001), 2 * 0.003 + 4 * 0.001),
+    ],
+)
+def test_a_step_takes_what_the_file_says_or_what_the_wire_does(collective: Collective, ring_s: float) -> None:
+    inside = Wire(bits_per_s=80e9, latency_s=0.001)
+    here = Cluster(
+        name="here", hosts=2, workers_per_host=2, inside=inside, between=SLOW_TO_BEGIN, collective=collective
+    )
+    assert here.all_reduce(4).seconds(0) == pytest.approx(ring_s)
+
+
 def test_links_that_are_too_slow_for_far_partners() -> None:
     """Halving and doubling crosses the oversubscribed uplink with everything, a ring with one flow."""
     here = cluster(topology=Topology(kind="fat-tree", hosts_per_switch=4, oversubscription=4.0))

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -84,12 +84,20 @@ class Topology(Record):
     cables: tuple[tuple[int | str, int | str], ...] = ()
 
 
+class Hops(NamedTuple):
+    """Seconds of a step between workers of one host, and between hosts."""
+
+    inside_s: float
+    between_s: float
+
+
 class Collective(Record):
-    """What software adds to an all-reduce: once, and for each of a ring's 2 (p - 1) steps."""
+    """What an all-reduce takes whatever its size: once, and for each of a ring's 2 (p - 1) steps."""
 
     launch_s: float = Field(default=0.0, ge=0.0)
-    hop_s: float = Field(default=0.0, ge=0.0)
-    #: Of a step between workers of one host, where that differs.
+    #: None: the latency of the wire. Our own patterns take a wire's latency anyway, and this on top of it.
+    hop_s: float | None = Field(default=None, ge=0.0)
+    #: Of a step between workers of one host, where that differs from a step between hosts.
     inside_hop_s: float | None = Field(default=None, ge=0.0)
     #: Whether the library takes trees where these are quicker than a ring.
     trees: bool = False
@@ -97,6 +105,12 @@ class Collective(Record):
     host_s: float = Field(default=0.0, ge=0.0)
     #: Conversations at a time, where the recipe does not say.
     lanes: int = Field(default=1, ge=1, le=16)
+
+    @property
+    def added_s(self) -> Hops:
+        """To the wires' latency, in steps of our own patterns."""
+        between_s = self.hop_s or 0.0
+        return Hops(between_s if self.inside_hop_s is None else self.inside_hop_s, between_s)
 
 
 class Servers(Record):
@@ -276,18 +290,26 @@ class Cluster(Document):
         ring = Line(alpha_s=startup_s, beta_s_per_byte=beta_s_per_byte, host_s=self.collective.host_s)
         return Least((ring, self._tree(world))) if self.collective.trees else ring
 
+    @property
+    def hops_s(self) -> Hops:
+        """Of the backend's own all-reduce."""
+        settings = self.collective
+        inside_s, between_s = (0.0 if wire is None else wire.latency for wire in (self.inside, self.between))
+        if settings.hop_s is not None:
+            inside_s = between_s = settings.hop_s
+        return Hops(inside_s if settings.inside_hop_s is None else settings.inside_hop_s, between_s)
+
     def ring_hops_s(self, world: int) -> float:
         """What the steps of a ring through all hosts in turn take, whatever is sent."""
-        hosts, settings = self.check_world(world), self.collective
-        inside_s = settings.hop_s if settings.inside_hop_s is None else settings.inside_hop_s
+        hosts, hops = self.check_world(world), self.hops_s
         between = 2 * (hosts - 1) if hosts > 1 else 0
-        return between * settings.hop_s + (2 * (world - 1) - between) * inside_s
+        return between * hops.between_s + (2 * (world - 1) - between) * hops.inside_s
 
     def _tree(self, world: int) -> Line:
         """Two binary trees over hosts, a chain inside each, as NCCL's: full bandwidth, and steps that grow slowly."""
-        hosts, settings = self.check_world(world), self.collective
-        inside_s = settings.hop_s if settings.inside_hop_s is None else settings.inside_hop_s
-        steps_s = (min(world, self.workers_per_host) - 1) * inside_s + math.ceil(math.log2(hosts)) * settings.hop_s
+        hosts, hops, settings = self.check_world(world), self.hops_s, self.collective
+        chain_s = (min(world, self.workers_per_host) - 1) * hops.inside_s
+        steps_s = chain_s + math.ceil(math.log2(hosts)) * hops.between_s
         beta_s_per_byte = 2 / (TREES * self.slowest(world).bytes_per_s)
         return Line(alpha_s=settings.launch_s + 2 * steps_s, beta_s_per_byte=beta_s_per_byte, host_s=settings.host_s)
 

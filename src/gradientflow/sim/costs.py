@@ -28,7 +28,7 @@ def pattern_cost(cluster: Cluster, name: str, world: int) -> Cost:
     seconds = price(found, small, at), price(found, large, at)
     beta = (seconds[1] - seconds[0]) / (large - small)
     alpha = max(0.0, seconds[0] - beta * small) + cluster.collective.launch_s
-    return Line(alpha_s=alpha + found.num_rounds * cluster.collective.hop_s, beta_s_per_byte=beta)
+    return Line(alpha_s=alpha + found.num_rounds * cluster.collective.added_s.between_s, beta_s_per_byte=beta)
 
 
 def levels_cost(cluster: Cluster, world: int) -> Line:
@@ -39,9 +39,8 @@ def levels_cost(cluster: Cluster, world: int) -> Line:
     since all pieces of a host go through its one card.
     """
     hosts = cluster.check_world(world)
-    each, settings = world // hosts, cluster.collective
-    inside_s = settings.hop_s if settings.inside_hop_s is None else settings.inside_hop_s
-    alpha_s = settings.launch_s + 2 * (each - 1) * inside_s + 2 * (hosts - 1) * settings.hop_s
+    each, added = world // hosts, cluster.collective.added_s
+    alpha_s = cluster.collective.launch_s + 2 * (each - 1) * added.inside_s + 2 * (hosts - 1) * added.between_s
     beta = 0.0
     if each > 1 and cluster.inside is not None:
         alpha_s += 2 * (each - 1) * cluster.inside.latency
