@@ -7,16 +7,17 @@ import pytest
 from gradientflow.cost.price import price
 from gradientflow.errors import RecipeError, UsageError
 from gradientflow.lab.workloads import workload
+from gradientflow.network import Carrying
 from gradientflow.patterns import ring_all_reduce, two_level
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.schedule import bsp
 from gradientflow.sim.clocks import steps_s
-from gradientflow.sim.cluster import Cluster, Collective, Overheads, Topology, Wire, read
+from gradientflow.sim.cluster import Cluster, Collective, Overheads, Processors, Topology, Wire, read
 from gradientflow.sim.compared import compare_run
 from gradientflow.sim.costs import levels_cost, pattern_cost, wiring
-from gradientflow.sim.predict import Varying, predict, simulate
+from gradientflow.sim.predict import HELD_UP, SLOWER, Varying, predict, simulate
 from gradientflow.sync import ASP, Sync
 
 RATE = 1e9  # bytes per second
@@ -198,6 +199,60 @@ def test_jitter_has_percentiles_and_is_the_same_each_time() -> None:
     varied = [predict(BIG, Recipe.parse("wfbp"), cluster(), 8, Varying(jitter=0.1)) for _ in range(2)]
     assert varied[0] == varied[1]
     assert calm.p50_s == calm.p95_s < varied[0].p50_s < varied[0].p95_s
+
+
+# - Where time goes
+
+#: A bus in common, a codec, computing that messages hold up, and a training thread that they take time from.
+BUSY = {
+    "collective": Collective(launch_s=1e-3, host_s=1e-4),
+    "overheads": Overheads(
+        update_s_per_byte=1e-11,
+        gather_s=1e-4,
+        interference_s_per_byte=1e-11,
+        bus_while_computing=0.7,
+        touch_s_per_byte=1e-11,
+    ),
+    "processors": Processors(cores=2, workers=4),
+    "carrying": (Carrying(message_s=1e-3, byte_s=1e-9),),
+}
+LIKE_THIS = [
+    *("bsp", "wfbp", "lazy", "flow", "bytescheduler:1MB", "dear", "flow-a2a:2", "lazy+csc:10%", "lazy-ps", "flow-ps"),
+    *("bytescheduler-ps:4", "lazy@local:4", "wfbp@diloco:8:fragments=2:delay=1", "lazy-ps@ssp:2", "lazy-ps@asp"),
+]
+
+
+@pytest.mark.parametrize("varying", [Varying(), Varying(slowdown={1: 1.5}), Varying(jitter=0.2)], ids=str)
+@pytest.mark.parametrize("recipe", LIKE_THIS)
+def test_no_link_is_busier_than_always_and_all_waiting_is_for_something(recipe: str, varying: Varying) -> None:
+    many_layers = model(*[5_000_000] * 20)
+    for place in (cluster(), cluster(hosts=4, workers_per_host=2, **BUSY)):
+        found = predict(many_layers, Recipe.parse(recipe), place, 8, varying)
+        assert 0 < max(found.utilisation.values()) <= 1 + 1e-9
+        assert sum(found.exposed_by.values()) == pytest.approx(found.exposed_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["lazy", "flow"])
+def test_a_link_that_computing_hides_is_busy_as_long_as_bytes_take(recipe: str) -> None:
+    found = predict(model(*[5_000_000] * 20, compute_s=1.0), Recipe.parse(recipe), cluster(), 8)
+    assert found.utilisation["wire"] * found.iteration_s == pytest.approx(2 * 7 / 8 * 100_000_000 / RATE, rel=1e-6)
+
+
+def test_local_steps_share_what_an_exchange_takes() -> None:
+    """Of links too, and message by message."""
+    each = predict(BIG, Recipe.parse("wfbp@local:1"), cluster(), 8)
+    for period in (4, 8):
+        found = predict(BIG, Recipe.parse(f"wfbp@local:{period}"), cluster(), 8)
+        assert found.exposed_by == pytest.approx({name: s / period for name, s in each.exposed_by.items()})
+        busy_s, of_each_s = (one.utilisation["wire"] * one.iteration_s for one in (found, each))
+        assert busy_s == pytest.approx(of_each_s / period)
+
+
+def test_who_waits_for_a_straggler_is_told_so() -> None:
+    found = predict(BIG, Recipe.parse("wfbp"), cluster(), 8, Varying(slowdown={1: 2.0}))
+    assert next(iter(found.exposed_by.items())) == (SLOWER, pytest.approx(0.3))
+    held_up = cluster(overheads=Overheads(gather_s=0.1))
+    assert predict(BIG, Recipe.parse("wfbp"), held_up, 8).exposed_by[HELD_UP] == pytest.approx(0.3)
 
 
 # - The trace, and size

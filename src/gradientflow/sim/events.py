@@ -16,7 +16,7 @@ anew:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -71,7 +71,7 @@ class Activity:
 
 
 class Activities:
-    """All that is going on. `busy_s` counts the seconds of each link, as if everything had been alone on it."""
+    """All that is going on."""
 
     def __init__(self, timeline: Timeline, room: Mapping[str, float] | None = None) -> None:
         """room: of some links, what is left of them while somebody computes."""
@@ -83,7 +83,7 @@ class Activities:
         self._version = 0
         self._is_turning = False
         self._rooms: Mapping[str, float] | None = None  # with which speeds were found; None: transfers have changed
-        self.busy_s: dict[str, float] = {}
+        self._begun_s: dict[str, float] = {}  # of each link, what everything that was ever started takes of it
 
     def start(self, activity: Activity) -> None:
         if activity.work_s <= 0:
@@ -94,12 +94,19 @@ class Activities:
         (self._transfers if activity.links else self._computing).append(activity)
         if activity.links:
             self._rooms = None
-        for link, share in activity.links.items():
-            self.busy_s[link] = self.busy_s.get(link, 0.0) + share * activity.work_s
+        for link, seconds in _occupied_s(activity, activity.work_s):
+            self._begun_s[link] = self._begun_s.get(link, 0.0) + seconds
         if activity.cores:
-            self.busy_s[CORES] = self.busy_s.get(CORES, 0.0) + activity.cores * activity.work_s
             self._rooms = None
         self._change()
+
+    def busy_s(self) -> dict[str, float]:
+        """Until now, the seconds of each link, as if everything had been alone on it; and of processors."""
+        found, passed_s = dict(self._begun_s), self._timeline.now_s - self._since_s
+        for activity in (*self._transfers, *self._computing):
+            for link, seconds in _occupied_s(activity, activity.left_s - passed_s * activity.speed):
+                found[link] -= seconds
+        return found
 
     def _pass(self) -> None:
         """Everything gets on until now."""
@@ -156,6 +163,14 @@ class Activities:
         self._change()
         for activity in done:
             activity.done()
+
+
+def _occupied_s(activity: Activity, work_s: float) -> Iterator[tuple[str, float]]:
+    """What so much of its work takes of links, and of processors."""
+    for link, share in activity.links.items():
+        yield link, share * work_s
+    if activity.cores:
+        yield CORES, activity.cores * work_s
 
 
 def fair_speeds(transfers: Sequence[Activity], rooms: Mapping[str, float] | None = None) -> None:

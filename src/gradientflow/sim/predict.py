@@ -12,7 +12,7 @@ import dataclasses
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,6 +47,12 @@ BY_MESSAGE = frozenset({"csc"})
 PRICED_NBYTES = tuple(2**power for power in range(12, 23, 2))
 #: Cut and reordered by the schedule itself.
 PIECEMEAL = frozenset({"bytescheduler"})
+#: Of an iteration, beside waiting for messages: computing of whoever is slower than the profile, ...
+SLOWER = "slower workers"
+#: ... and what exchanging takes of computing: gathering gradients, handing messages over, links and cores in common.
+HELD_UP = "computing held up"
+#: What is left where sums of seconds cancel out.
+ROUNDING_S = 1e-9
 
 
 class Varying(Straggling):
@@ -95,7 +101,7 @@ class Prediction(Record):
     alone_s: float
     #: What an iteration takes longer than computing and updating.
     exposed_s: float
-    #: By tensor or message, the most first.
+    #: By tensor or message that is waited for, the most first; with `SLOWER` and `HELD_UP` all of `exposed_s`.
     exposed_by: dict[str, float]
     #: By link, of the time.
     utilisation: dict[str, float]
@@ -230,9 +236,11 @@ def _predicted(
     traffics: Sequence[Traffic],
     varying: Varying,
 ) -> tuple[Prediction, Trace]:
+    computing_s = work.profile.forward_s + work.profile.backward_s
     if not sync.deltas or world == 1:
         num_steps = VARYING_STEPS if varying.changes else CALM_STEPS
         paces = varying.paces(world, num_steps)
+        slower_s = computing_s * (statistics.fmean(max(of_step) for of_step in paces[1:] or paces) - 1)
         # Without a gate all begin a step together and wait for its slowest. With one that is a little too slow: who was
         # slow in one step may be quick in the next.
         if not work.gated or len(paces[0]) > MOST_KINDS:
@@ -241,9 +249,13 @@ def _predicted(
         times_s = found.iterations_s(1)
     else:  # what parameters have changed by travels when the step is done, and behind no backward pass
         found = dataclasses.replace(work, profile=after_backward(work.profile)).simulated([[1.0]], CALM_STEPS)
-        exposed_s = found.iterations_s(1)[-1] - found.compute_s
-        times_s = steps_s(sync, varying.ranks(world), found.compute_s, exposed_s)
+        exchange_s = found.iterations_s(1)[-1] - found.compute_s
+        times_s = steps_s(sync, varying.ranks(world), found.compute_s, exchange_s)
+        slower_s = statistics.fmean(times_s) - statistics.fmean(steps_s(sync, [[1.0]], found.compute_s, exchange_s))
     mean_s = statistics.fmean(times_s)
+    exposed_s = max(0.0, mean_s - found.compute_s)
+    waits_s = {name: seconds / sync.period for name, seconds in found.waits_s(1).items()}
+    links_s = {link: seconds / sync.period for link, seconds in found.links_s(1).items()}
     prediction = Prediction(
         recipe=name,
         cluster=cluster.name,
@@ -252,13 +264,29 @@ def _predicted(
         p50_s=statistics.median(times_s),
         p95_s=sorted(times_s)[min(len(times_s) - 1, int(0.95 * len(times_s)))],
         alone_s=profile.forward_s + profile.backward_s,
-        exposed_s=max(0.0, mean_s - found.compute_s),
-        exposed_by=dict(sorted(found.exposed_s[-1].items(), key=lambda entry: -entry[1])),
-        utilisation={link: busy_s / max(found.ends_s[-1], 1e-30) for link, busy_s in sorted(found.busy_s.items())},
+        exposed_s=exposed_s,
+        exposed_by=_exposed_by(exposed_s, slower_s, waits_s),
+        utilisation={link: seconds / max(mean_s, 1e-30) for link, seconds in links_s.items()},
         num_messages=len(work.plan.messages),
         sent_nbytes=sum(traffic.sent_nbytes for traffic in traffics) / sync.period,
     )
     return prediction, found.trace
+
+
+def _exposed_by(exposed_s: float, slower_s: float, waits_s: Mapping[str, float]) -> dict[str, float]:
+    """waits_s: of one worker, who may be waiting for slower ones; and of whole exchanges, part of which steps may hide.
+
+    >>> _exposed_by(4.0, 1.0, {"a": 1.0, "b": 1.5})
+    {'b': 1.5, 'slower workers': 1.0, 'a': 1.0, 'computing held up': 0.5}
+    >>> _exposed_by(3.0, 1.0, {"a": 4.0})
+    {'a': 2.0, 'slower workers': 1.0}
+    """
+    slower_s = min(max(0.0, slower_s), exposed_s)
+    waited_s = sum(waits_s.values())
+    share = min(1.0, (exposed_s - slower_s) / waited_s) if waited_s else 0.0
+    found = {SLOWER: slower_s, **{name: share * seconds for name, seconds in waits_s.items()}}
+    found[HELD_UP] = exposed_s - sum(found.values())
+    return dict(sorted(((k, v) for k, v in found.items() if v > ROUNDING_S), key=lambda entry: -entry[1]))
 
 
 def _conditions(profile: Profile, cluster: Cluster, cost: Cost, world: int, partition_s: float = 0.0) -> Conditions:

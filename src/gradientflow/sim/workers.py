@@ -14,6 +14,7 @@ holds the two against each other for plans of any kind.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,11 +80,24 @@ class Simulated:
     trace: Trace
     #: By step, by tensor or message: seconds of waiting.
     exposed_s: list[dict[str, float]]
-    busy_s: dict[str, float] = field(default_factory=dict)
+    #: By step, by link: seconds in which it was busy, from the beginning to the end of the step.
+    busy_s: list[dict[str, float]] = field(default_factory=list)
 
     def iterations_s(self, skip: int) -> list[float]:
         """Of all steps but the first ones, in which things settle."""
         return [after - before for before, after in pairwise(self.ends_s[skip:])]
+
+    def waits_s(self, skip: int) -> dict[str, float]:
+        """By tensor or message, the mean over the same steps."""
+        settled = self.exposed_s[skip:]
+        names = {name: None for of_step in settled for name in of_step}
+        return {name: statistics.fmean(of_step.get(name, 0.0) for of_step in settled) for name in names}
+
+    def links_s(self, skip: int) -> dict[str, float]:
+        """By link, the mean over the same steps."""
+        before, after = self.busy_s[skip - 1], self.busy_s[-1]
+        num_steps = len(self.busy_s) - skip
+        return {link: (seconds - before.get(link, 0.0)) / num_steps for link, seconds in sorted(after.items())}
 
 
 class _Busy(NamedTuple):
@@ -117,6 +131,7 @@ class Simulation:
         self._spans: list[Span] = []
         self._ends_s: list[list[float]] = [[] for _ in range(conditions.num_kinds)]
         self._exposed_s: list[dict[str, float]] = [{} for _ in range(num_steps)]
+        self._busy_s: list[dict[str, float]] = []
 
     def run(self, make: Callable[[Timeline, Activities], Carrier]) -> Simulated:
         """make: a carrier for this run's clock and links."""
@@ -134,7 +149,7 @@ class Simulation:
             compute_s=profile.forward_s + profile.backward_s + update_s,
             trace=Trace(rank=0, epoch_s=0.0, spans=tuple(sorted(self._spans, key=lambda span: span.start_s))),
             exposed_s=self._exposed_s,
-            busy_s=self._activities.busy_s,
+            busy_s=self._busy_s,
         )
 
     # - Workers
@@ -152,6 +167,8 @@ class Simulation:
             yield _Busy(self._conditions.host_s * sum(nbytes > 0 for nbytes in self._nbytes))
             self._note(kind, "step", began_s, step)
             self._ends_s[kind].append(self._timeline.now_s)
+            if all(len(ends_s) > step for ends_s in self._ends_s):
+                self._busy_s.append(self._activities.busy_s())
 
     def _forward_pass(self, kind: int, step: int) -> _Wants:
         """With a gate: up to the next tensor that is not there yet; its share of the optimizer before it."""
