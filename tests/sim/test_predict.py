@@ -14,7 +14,7 @@ from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.schedule import bsp
 from gradientflow.sim.clocks import steps_s
-from gradientflow.sim.cluster import Cluster, Collective, Overheads, Processors, Topology, Wire, read
+from gradientflow.sim.cluster import Cluster, Collective, Overheads, Processors, Topology, Wire, names, read
 from gradientflow.sim.compared import compare_run
 from gradientflow.sim.costs import levels_cost, pattern_cost, wiring
 from gradientflow.sim.predict import HELD_UP, SLOWER, Varying, predict, simulate
@@ -201,6 +201,15 @@ def test_jitter_has_percentiles_and_is_the_same_each_time() -> None:
     assert calm.p50_s == calm.p95_s < varied[0].p50_s < varied[0].p95_s
 
 
+@pytest.mark.parametrize("name", names())
+def test_no_speedup_is_above_the_number_of_workers(name: str) -> None:
+    place = read(name)
+    profile = workload("resnet-50", device=place.device)
+    for world in {max(2, place.workers_per_host), min(32, place.places)}:
+        for recipe in ("bsp", "flow", "lazy+powersgd:2", "gradientflow:10%", "lazy@local:8", "lazy-ps"):
+            assert predict(profile, Recipe.parse(recipe), place, world).speedup <= world * (1 + 1e-9), (recipe, world)
+
+
 # - Where time goes
 
 #: A bus in common, a codec, computing that messages hold up, and a training thread that they take time from.
@@ -280,6 +289,12 @@ def test_many_workers_are_one() -> None:
 def test_more_workers_than_places() -> None:
     with pytest.raises(UsageError, match="give 1 to 8 workers"):
         predict(BIG, Recipe.parse("lazy"), cluster(), 9)
+
+
+@pytest.mark.parametrize("harness_s", [0.31, 5.0])
+def test_what_is_there_once_is_a_part_of_an_iteration(harness_s: float) -> None:
+    with pytest.raises(UsageError, match=r"harness_s is .* lower it"):
+        predict(BIG, Recipe.parse("lazy"), cluster(overheads=Overheads(harness_s=harness_s)), 8)
 
 
 def test_a_graph_in_two_parts() -> None:

@@ -3,7 +3,8 @@
     predict(workload("resnet-50", device="2080ti"), as_recipe("lazy"), read("survey-10gbe"), 32).iteration_s
 
 A profile's seconds are what one worker alone takes for an iteration. Where a cluster says what of that is the
-optimizer's (`update_s_per_byte`) and what is there only once (`harness_s`), the rest is computing.
+optimizer's (`update_s_per_byte`) and what is there only once (`harness_s`), the rest is computing. Speed-ups are over
+one worker without what is there only once, so that none is above the number of workers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gradientflow.compress import CASTS, EXACT, Codec, Traffic, imagined, summed
 from gradientflow.cost.evaluate import startup_and_wire_s
 from gradientflow.cost.table import Cost, CostTable
 from gradientflow.documents import Record
+from gradientflow.errors import UsageError
 from gradientflow.lab.stragglers import Straggling
 from gradientflow.lab.workloads import timed
 from gradientflow.plan import Message, Plan
@@ -97,7 +99,7 @@ class Prediction(Record):
     iteration_s: float
     p50_s: float
     p95_s: float
-    #: What one worker alone takes.
+    #: What one worker alone takes, without what is there only once however many there are (`harness_s`).
     alone_s: float
     #: What an iteration takes longer than computing and updating.
     exposed_s: float
@@ -263,7 +265,7 @@ def _predicted(
         iteration_s=mean_s,
         p50_s=statistics.median(times_s),
         p95_s=sorted(times_s)[min(len(times_s) - 1, int(0.95 * len(times_s)))],
-        alone_s=profile.forward_s + profile.backward_s,
+        alone_s=profile.forward_s + profile.backward_s - cluster.overheads.harness_s,
         exposed_s=exposed_s,
         exposed_by=_exposed_by(exposed_s, slower_s, waits_s),
         utilisation={link: seconds / max(mean_s, 1e-30) for link, seconds in links_s.items()},
@@ -361,10 +363,15 @@ def _alone(cluster: Cluster) -> Cluster:
 
 def _computing(profile: Profile, cluster: Cluster) -> Profile:
     """What of a worker's iteration is computing."""
-    overheads = cluster.overheads
+    overheads, alone_s = cluster.overheads, profile.forward_s + profile.backward_s
+    if 0 < overheads.harness_s >= alone_s:
+        raise UsageError(
+            f"cluster {cluster.name}: harness_s is {overheads.harness_s:g} and one worker's iteration takes "
+            f"{alone_s:g} s, of which it is a part: lower it, or say that computing takes longer"
+        )
     # Workers that update side by side share cores.
     beside_s = overheads.harness_s + cluster.processors.stretch * overheads.update_s_per_byte * profile.nbytes
-    return timed(profile, max(0.0, profile.forward_s + profile.backward_s - beside_s))
+    return timed(profile, max(0.0, alone_s - beside_s))
 
 
 def after_backward(profile: Profile) -> Profile:
