@@ -78,17 +78,53 @@ def test_a_probe_that_counted_processors(tmp_path: Path) -> None:
 
 
 HEAD = 'version = 1\nname = "x"\nhosts = 2\n'
+WIRED = HEAD + "[between]\nbits_per_s = 1e9\n"
+
+
+def measuring(points: str) -> str:
+    return f"[[measured]]\nworkers = 2\npoints = [{points}]\n"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (HEAD, "between"),
-        (HEAD + "[between]\nbits_per_s = 0", "greater than 0"),
+        (HEAD + "[between]\nbits_per_s = 0", "greater than or equal to 1"),
         (HEAD + '[between]\nprotocol = "carrier pigeon"\nbits_per_s = 1e9', "tcp, ib-rdma"),
         (HEAD + "[between]\nbits_per_s = 1e9\ncolour = 1", "colour"),
         (HEAD + "workers_per_host = 2\n[between]\nbits_per_s = 1e9", "inside"),
         (HEAD + "[between", "TOML"),
+        (HEAD + "[between]\nbits_per_s = 1e300", r"bits_per_s: .* less than"),
+        (HEAD + "[between]\nbits_per_s = 1e-300", r"bits_per_s: .* greater than"),
+        (HEAD + "[between]\nbits_per_s = 1e9\nefficiency = nan", "efficiency"),
+        (HEAD + "[between]\nbits_per_s = 1e9\nefficiency = 1e-300", "efficiency"),
+        (HEAD + "[between]\nbits_per_s = 1e9\nlatency_s = inf", "latency_s: .* finite"),
+        (WIRED + "[collective]\nhop_s = inf", "hop_s: .* finite"),
+        (WIRED + "[collective]\nhop_s = 1e300", "hop_s: .* less than"),
+        (WIRED + "[overheads]\ngather_s = inf", "gather_s: .* finite"),
+        (WIRED + "[overheads]\nbus_while_computing = nan", "bus_while_computing"),
+        (WIRED + "[servers]\nspare_per_host = 1e9", "spare_per_host: .* less than"),
+        (WIRED + "[servers]\nspare_per_host = nan", "spare_per_host"),
+        (WIRED + "[servers]\nduplex = nan", "duplex"),
+        (WIRED + "[servers]\npartition_nbytes = 1", "0 or at least 1024"),
+        (WIRED + '[topology]\nkind = "torus"', "a torus takes sides"),
+        (WIRED + '[topology]\nkind = "torus"\nsides = [-2, -2]', "sides.0: .* greater than"),
+        (WIRED + '[topology]\nkind = "bcube"', "a bcube takes sides"),
+        (WIRED + '[topology]\nkind = "bcube"\nsides = [2, 2, 2]', "a bcube takes sides"),
+        (WIRED + '[topology]\nkind = "bcube"\nsides = [2, -1]', "sides.1: .* greater than"),
+        (WIRED + '[topology]\nkind = "bcube"\nsides = [2, 100000]', "a bcube takes sides"),
+        (WIRED + '[topology]\nkind = "fat-tree"\noversubscription = inf', "oversubscription: .* finite"),
+        (WIRED + '[topology]\nkind = "graph"', "a graph takes cables"),
+        (WIRED + '[topology]\nkind = "graph"\ncables = [[0, true], [0, 1]]', "cables.0.1"),
+        (WIRED + "[topology]\nhosts_per_switch = 4", "a switch takes nothing else, not hosts_per_switch"),
+        (WIRED + measuring("[1024, 1e-3]"), "points"),
+        (WIRED + measuring("[4096, 1e-3], [1024, 1e-3]"), "sizes must rise"),
+        (WIRED + measuring("[1024, 1e-3], [1024, 1e-3]"), "sizes must rise"),
+        (WIRED + measuring("[1024, nan], [4096, 1e-3]"), "points.0.1"),
+        (WIRED + measuring("[1024, -1.0], [4096, 1e-3]"), "points.0.1"),
+        (WIRED + measuring("[1024, 1e-300], [4096, 1e-300]"), "points.0.1"),
+        (WIRED + measuring("[-1024, 1e-3], [4096, 1e-3]"), "points.0.0"),
+        ('version = 1\nname = "x"\nhosts = 100000\nworkers_per_host = 100\n[inside]\nbits_per_s = 1e9', "at most"),
         ('version = 1\nname = "x"\nhosts = 0', "hosts"),
     ],
 )
@@ -96,6 +132,14 @@ def test_mistakes_are_one_line(text: str, words: str) -> None:
     with pytest.raises(DocumentError, match=words) as caught:
         parse(text, "mine.toml")
     assert str(caught.value).startswith("mine.toml: ") and "\n" not in str(caught.value)
+
+
+def test_a_probe_of_the_impossible_is_one_line() -> None:
+    quick = measured("all_reduce", (0, 1), 1e-3).model_copy(update={"rate_bits_s": 1e300})
+    probes = [(quick,), (quick, quick.model_copy(update={"operation": "p2p"}))]
+    assert Cluster.of_network(Network(backend="gloo", hosts=("a", "b"), measurements=probes[0]), "mine").between is None
+    with pytest.raises(UsageError, match="what was measured of mine is no cluster: field bits_per_s"):
+        Cluster.of_network(Network(backend="gloo", hosts=("a", "b"), measurements=probes[1]), "mine")
 
 
 def test_unknown_names_get_a_hint() -> None:

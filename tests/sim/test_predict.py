@@ -14,7 +14,7 @@ from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import Recipe
 from gradientflow.schedule import bsp
 from gradientflow.sim.clocks import steps_s
-from gradientflow.sim.cluster import Cluster, Collective, Overheads, Processors, Topology, Wire, names, read
+from gradientflow.sim.cluster import Cluster, Collective, Measured, Overheads, Processors, Topology, Wire, names, read
 from gradientflow.sim.compared import compare_run
 from gradientflow.sim.costs import levels_cost, pattern_cost, wiring
 from gradientflow.sim.predict import HELD_UP, SLOWER, Varying, predict, simulate
@@ -301,6 +301,18 @@ def test_a_graph_in_two_parts() -> None:
     apart = tuple((host, host + 1) for host in range(0, 8, 2))
     with pytest.raises(UsageError, match="in 4 parts"):
         predict(BIG, Recipe.parse("lazy"), cluster(topology=Topology(kind="graph", cables=apart)), 8)
+
+
+def test_a_pattern_where_links_are_not_known() -> None:
+    unknown = Cluster(name="x", hosts=4, measured=(Measured(workers=4, points=((2**12, 1e-3), (2**20, 1e-2))),))
+    assert predict(BIG, Recipe.parse("lazy"), unknown, 4).iteration_s > 0
+    with pytest.raises(UsageError, match="nothing is known of links"):
+        predict(BIG, Recipe.parse("lazy-tree"), unknown, 4)
+
+
+def test_too_many_servers() -> None:
+    with pytest.raises(UsageError, match="give at most 65536"):
+        predict(BIG, Recipe.parse("lazy-ps:1000000000"), cluster(), 8)
 
 
 def test_too_many_for_a_pattern() -> None:

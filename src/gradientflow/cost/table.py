@@ -88,6 +88,13 @@ def _candidates(points: Sequence[tuple[float, float]]) -> list[Line]:
     return [Line(alpha_s=0.0, beta_s_per_byte=through_origin), Line(alpha_s=mean_y, beta_s_per_byte=0.0)]
 
 
+def check_rising(points: Sequence[tuple[int, float]]) -> None:
+    """Sizes of a table; a `ValueError` names the first that does not follow."""
+    for (one, _), (other, _) in pairwise(points):
+        if other <= one:
+            raise ValueError(f"sizes must rise: {other} follows {one}")
+
+
 class CostTable(Record):
     """Measured times: exact at measured sizes, log-log between them, the smallest's time below them.
 
@@ -107,9 +114,7 @@ class CostTable(Record):
     @field_validator("points")
     @classmethod
     def _in_order(cls, points: tuple[Point, ...]) -> tuple[Point, ...]:
-        for (one, _), (other, _) in pairwise(points):
-            if other <= one:
-                raise ValueError(f"sizes must rise: {other} follows {one}")
+        check_rising(points)
         return points
 
     @property

@@ -20,12 +20,12 @@ import statistics
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import resources
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validator, model_validator
 
 from gradientflow.cost.protocol import PROTOCOLS, protocol
-from gradientflow.cost.table import Cost, CostTable, Least, Line
+from gradientflow.cost.table import Cost, CostTable, Least, Line, check_rising
 from gradientflow.documents import MAX_TOML_NBYTES, Document, Record, describe, parse_data, read_text, write_text
 from gradientflow.errors import DocumentError, UsageError
 from gradientflow.network import BY_PATTERN, Carrying, Encoding, Network
@@ -33,16 +33,22 @@ from gradientflow.network import Processors as Counted
 
 #: Of a ring's bandwidth, what NCCL expects of trees.
 TREES = 0.92
+#: Beyond these a file is mistaken, and sums of what it says need not be finite.
+MOST_PLACES = 10**6
+MOST_LEVELS = 20
+LEAST_PARTITION_NBYTES = 1024
+Seconds = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
+SecondsPerByte = Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)]
 
 
 class Wire(Record):
     """One direction of a link."""
 
     protocol: str = "raw"
-    bits_per_s: float = Field(gt=0.0, allow_inf_nan=False)
+    bits_per_s: float = Field(ge=1.0, le=1e18, allow_inf_nan=False)
     #: In place of the protocol's own.
-    efficiency: float | None = Field(default=None, gt=0.0, le=1.0)
-    latency_s: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    efficiency: float | None = Field(default=None, ge=1e-6, le=1.0)
+    latency_s: Seconds | None = None
 
     @field_validator("protocol")
     @classmethod
@@ -71,17 +77,50 @@ class Wire(Record):
         return self.line
 
 
+#: Of a cable: a host's number or a switch's name.
+End = StrictInt | StrictStr
+_TREE = frozenset({"hosts_per_switch", "oversubscription"})
+#: By kind of wiring, the fields that say more of it.
+TAKES: dict[str, frozenset[str]] = {
+    "switch": frozenset(),
+    "fat-tree": _TREE,
+    "tree": _TREE,
+    "torus": frozenset({"sides"}),
+    "bcube": frozenset({"sides"}),
+    "graph": frozenset({"cables"}),
+}
+
+
 class Topology(Record):
     """How hosts are wired. `switch`: each to one that never blocks."""
 
     kind: Literal["switch", "fat-tree", "tree", "torus", "bcube", "graph"] = "switch"
     #: fat-tree, tree: hosts under one switch, and how many times more they could send than goes out of it.
-    hosts_per_switch: int = Field(default=0, ge=0)
-    oversubscription: float = Field(default=1.0, ge=1.0)
-    #: torus: hosts in each direction; bcube: ports of a switch, levels.
-    sides: tuple[int, ...] = ()
+    hosts_per_switch: int = Field(default=0, ge=0, le=MOST_PLACES)
+    oversubscription: float = Field(default=1.0, ge=1.0, le=1e6, allow_inf_nan=False)
+    #: torus: hosts in each direction; bcube: ports of a switch, levels (1, if not given).
+    sides: tuple[Annotated[int, Field(ge=1, le=MOST_PLACES)], ...] = Field(default=(), max_length=MOST_LEVELS)
     #: graph: cables between hosts, which are called 0, 1, ..., and switches, which have names; all of one rate.
-    cables: tuple[tuple[int | str, int | str], ...] = ()
+    cables: tuple[tuple[End, End], ...] = ()
+
+    @model_validator(mode="after")
+    def _says_what_its_kind_takes(self) -> Topology:
+        stray = self.model_dump(exclude_defaults=True).keys() - {"kind"} - TAKES[self.kind]
+        if stray:
+            takes = " and ".join(sorted(TAKES[self.kind])) or "nothing else"
+            raise ValueError(f"a {self.kind} takes {takes}, not {sorted(stray)[0]}")
+        if self.kind == "torus" and not self.sides:
+            raise ValueError("a torus takes sides, the hosts in each direction, such as [4, 4]")
+        if self.kind == "bcube" and not self._is_a_bcube:
+            raise ValueError("a bcube takes sides, the ports of a switch (2 or more) and the levels, such as [4, 2]")
+        if self.kind == "graph" and not self.cables:
+            raise ValueError('a graph takes cables, such as [[0, "switch"], [1, "switch"]]')
+        return self
+
+    @property
+    def _is_a_bcube(self) -> bool:
+        ports, levels = self.sides[:1], self.sides[1:]
+        return (2,) <= ports and len(levels) < 2 and all(number <= MOST_LEVELS for number in levels)
 
 
 class Hops(NamedTuple):
@@ -94,15 +133,15 @@ class Hops(NamedTuple):
 class Collective(Record):
     """What an all-reduce takes whatever its size: once, and for each of a ring's 2 (p - 1) steps."""
 
-    launch_s: float = Field(default=0.0, ge=0.0)
+    launch_s: Seconds = 0.0
     #: None: the latency of the wire. Our own patterns take a wire's latency anyway, and this on top of it.
-    hop_s: float | None = Field(default=None, ge=0.0)
+    hop_s: Seconds | None = None
     #: Of a step between workers of one host, where that differs from a step between hosts.
-    inside_hop_s: float | None = Field(default=None, ge=0.0)
+    inside_hop_s: Seconds | None = None
     #: Whether the library takes trees where these are quicker than a ring.
     trees: bool = False
     #: What each message takes from the training thread.
-    host_s: float = Field(default=0.0, ge=0.0)
+    host_s: Seconds = 0.0
     #: Conversations at a time, where the recipe does not say.
     lanes: int = Field(default=1, ge=1, le=16)
 
@@ -117,52 +156,60 @@ class Servers(Record):
     """How servers are driven."""
 
     #: On hosts of their own for each worker host, where the recipe does not say; 0: beside workers.
-    spare_per_host: float = Field(default=0.0, ge=0.0)
+    spare_per_host: float = Field(default=0.0, ge=0.0, le=1024.0)
     #: Workers of a host sum up among themselves first: so many seconds for each byte of the model; 0: they do not.
-    local_s_per_byte: float = Field(default=0.0, ge=0.0)
+    local_s_per_byte: SecondsPerByte = 0.0
     #: What a byte on a host's network card takes of the same bus.
-    bus_s_per_byte: float = Field(default=0.0, ge=0.0)
+    bus_s_per_byte: SecondsPerByte = 0.0
     #: 1: a port sends and receives at full rate at once; 0: one or the other.
     duplex: float = Field(default=1.0, ge=0.0, le=1.0)
     #: Of each piece, before anything else; and each way.
-    startup_s: float = Field(default=0.0, ge=0.0)
-    hop_s: float = Field(default=0.0, ge=0.0)
+    startup_s: Seconds = 0.0
+    hop_s: Seconds = 0.0
     #: Whether forward may begin before everything has arrived, where the recipe would have it so.
     gate: bool = True
     #: What adding a byte takes a server.
-    sum_s_per_byte: float = Field(default=0.0, ge=0.0)
+    sum_s_per_byte: SecondsPerByte = 0.0
     #: `hash`: each piece to the server that its key's hash names (BytePS: djb2). `even`: by load.
     placement: Literal["even", "hash"] = "even"
+    #: Into which messages are cut; 0: as our own do it.
     partition_nbytes: int = Field(default=0, ge=0)
     #: Pieces under way in each stage; 0: to each server as many as its connections have credit for, as in our runtime.
     in_flight: int = Field(default=16, ge=0)
+
+    @field_validator("partition_nbytes")
+    @classmethod
+    def _is_worth_a_message(cls, nbytes: int) -> int:
+        if 0 < nbytes < LEAST_PARTITION_NBYTES:
+            raise ValueError(f"give 0 or at least {LEAST_PARTITION_NBYTES} bytes")
+        return nbytes
 
 
 class Overheads(Record):
     """What beside computing and wires takes time."""
 
     #: Of a worker's one-GPU iteration, what is there only once however many workers there are.
-    harness_s: float = Field(default=0.0, ge=0.0)
+    harness_s: Seconds = 0.0
     #: Of a one-GPU iteration, what the optimizer takes for each byte of the model, after everything else.
-    update_s_per_byte: float = Field(default=0.0, ge=0.0)
+    update_s_per_byte: SecondsPerByte = 0.0
     #: Before each message, for all workers to say that they have it.
-    negotiation_s: float = Field(default=0.0, ge=0.0)
+    negotiation_s: Seconds = 0.0
     #: Each piece of a schedule that cuts and reorders, on the training thread.
-    partition_s: float = Field(default=0.0, ge=0.0)
+    partition_s: Seconds = 0.0
     #: Each gradient as backward yields it, and each of its bytes, to where messages are sent from; on the training
     #: thread.
-    gather_s: float = Field(default=0.0, ge=0.0)
-    gather_s_per_byte: float = Field(default=0.0, ge=0.0)
+    gather_s: Seconds = 0.0
+    gather_s_per_byte: SecondsPerByte = 0.0
     #: Of a message of several tensors: into one buffer and back.
-    copy_s_per_byte: float = Field(default=0.0, ge=0.0)
+    copy_s_per_byte: SecondsPerByte = 0.0
     #: Computing lost for each byte that a worker sends.
-    interference_s_per_byte: float = Field(default=0.0, ge=0.0)
+    interference_s_per_byte: SecondsPerByte = 0.0
     #: What is left of the bus inside a host while its workers compute.
     bus_while_computing: float = Field(default=1.0, gt=0.0, le=1.0)
     #: A byte of memory that a codec reads or writes.
-    touch_s_per_byte: float = Field(default=0.0, ge=0.0)
+    touch_s_per_byte: SecondsPerByte = 0.0
     #: Each tensor that a codec works on by itself, whatever its size: calls, not bytes. (+csc works on whole messages.)
-    encode_s: float = Field(default=0.0, ge=0.0)
+    encode_s: Seconds = 0.0
 
 
 class Processors(Record):
@@ -170,9 +217,9 @@ class Processors(Record):
     work included. As long as nobody wants more than there is, these are parts of other times, not added to them."""
 
     #: 0: as many as are wanted.
-    cores: int = Field(default=0, ge=0)
+    cores: int = Field(default=0, ge=0, le=MOST_PLACES)
     #: That share them.
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=MOST_PLACES)
 
     @property
     def crowding(self) -> float:
@@ -189,8 +236,12 @@ class Believed(Record):
     """What planners on this cluster take messages to cost, where that is known not to be what they do."""
 
     workers: int = Field(ge=1)
-    alpha_s: float = Field(ge=0.0)
-    beta_s_per_byte: float = Field(ge=0.0)
+    alpha_s: Seconds
+    beta_s_per_byte: SecondsPerByte
+
+
+#: (nbytes, seconds), as clocks can show them.
+MeasuredPoint = tuple[Annotated[int, Field(gt=0, lt=2**62)], Annotated[float, Field(ge=1e-9, le=1e6)]]
 
 
 class Measured(Record):
@@ -199,7 +250,13 @@ class Measured(Record):
     workers: int = Field(ge=2)
     #: By which it goes; "": the backend's own.
     pattern: str = ""
-    points: tuple[tuple[int, float], ...] = Field(min_length=2)
+    points: tuple[MeasuredPoint, ...] = Field(min_length=2)
+
+    @field_validator("points")
+    @classmethod
+    def _makes_a_table(cls, points: tuple[MeasuredPoint, ...]) -> tuple[MeasuredPoint, ...]:
+        check_rising(points)
+        return points
 
 
 class Cluster(Document):
@@ -207,7 +264,7 @@ class Cluster(Document):
 
     name: str
     source: str = ""
-    hosts: int = Field(ge=1, le=10**6)
+    hosts: int = Field(ge=1, le=MOST_PLACES)
     workers_per_host: int = Field(default=1, ge=1, le=1024)
     #: Of which published speeds are taken (`lab.workloads`), where nothing else is said.
     device: str = ""
@@ -227,6 +284,8 @@ class Cluster(Document):
 
     @model_validator(mode="after")
     def _is_wired(self) -> Cluster:
+        if self.places > MOST_PLACES:
+            raise ValueError(f"hosts times workers_per_host is {self.places}, and at most {MOST_PLACES} are simulated")
         if self.workers_per_host > 1 and self.inside is None:
             raise ValueError("workers share hosts, and [inside] does not say how they are connected")
         if self.hosts > 1 and self.between is None and not self.measured:
@@ -333,6 +392,13 @@ class Cluster(Document):
     @classmethod
     def of_network(cls, network: Network, name: str) -> Cluster:
         """What a probe measured, as a cluster of as many workers."""
+        try:
+            return cls._of_network(network, name)
+        except ValidationError as error:
+            raise UsageError(f"what was measured of {name} is no cluster: {describe(error)}") from None
+
+    @classmethod
+    def _of_network(cls, network: Network, name: str) -> Cluster:
         found = max(network.of("all_reduce"), key=lambda one: len(one.ranks), default=None)
         if found is None:
             raise UsageError("the network file holds no all-reduce: run gradientflow probe to measure one")

@@ -61,7 +61,8 @@ def wiring(cluster: Cluster, world: int) -> Wiring:
     hosts = cluster.check_world(world)
     if hosts == 1 or cluster.between is None:
         wire = cluster.inside or cluster.between
-        assert wire is not None
+        if wire is None:
+            raise UsageError(f"nothing is known of links between hosts of cluster {cluster.name}: add [between]")
         return Switch(world=world, alpha_s=wire.latency, beta_s_per_byte=1 / wire.bytes_per_s)
     line, kind, settings = cluster.between.line, cluster.topology.kind, cluster.topology
     if cluster.workers_per_host > 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gradientflow.cost.evaluate import in_forward_order
+from gradientflow.errors import UsageError
 from gradientflow.exchange.server.placement import cut, partition_nbytes, shares_of, spread
 from gradientflow.exchange.server.window import CREDIT_NBYTES
 from gradientflow.plan import Plan
@@ -18,6 +19,8 @@ from gradientflow.sim.cluster import Cluster
 
 #: More servers, if they are loaded evenly, are one with a port for all of them.
 MOST_APART = 16
+#: Beyond this, dealing out takes longer than anybody waits.
+MOST_SERVERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ def pieces(
     inside = settings.local_s_per_byte > 0 and min(world, cluster.workers_per_host) > 1
     pushing = hosts if settings.local_s_per_byte else world
     num_spare = recipe.num_servers or round(settings.spare_per_host * hosts)
+    if hosts + num_spare > MOST_SERVERS:
+        raise UsageError(f"{hosts + num_spare} servers are too many to be simulated: give at most {MOST_SERVERS}")
     place = _Place(cluster, hosts, pushing, 0 if num_spare >= pushing else hosts, num_spare)
     shares = place.shares
     apart = MOST_APART if place.pooled else len(shares)
