@@ -22,6 +22,13 @@ def test_named_clusters_read_and_write(name: str, tmp_path: Path) -> None:
     assert cluster.collective.hop_s is not None  # published or calibrated, not taken from a protocol
 
 
+@pytest.mark.parametrize("name", ["a\nb", 'a "b" \\ c', "\t\x00\x1f\x7f", "café \U0001f600"])
+def test_names_of_any_letters_are_written_as_they_are(name: str, tmp_path: Path) -> None:
+    cluster = read("cloud-25gbe").model_copy(update={"name": name})
+    cluster.write_toml(tmp_path / "again.toml")
+    assert read(tmp_path / "again.toml") == cluster
+
+
 def test_the_clusters_that_are_asked_for() -> None:
     wanted = {"survey-10gbe", "survey-ib-rdma", "survey-ib-tcp", "gradientflow-512", "v100-nvlink-4"}
     assert wanted | {"a100-200g", "h100-400g", "cloud-25gbe", "cloud-100gbe"} <= set(names())

@@ -81,6 +81,21 @@ def test_a_cluster_can_be_taken_and_edited(monkeypatch: pytest.MonkeyPatch, tmp_
     assert run(monkeypatch, "simulate", "--cluster", str(out), "--workers", "4") == 0
 
 
+def test_where_nothing_takes_time_there_is_no_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    workload("alexnet", scale=0.01).write(path)
+    words = ["--workload", str(path), "--cluster", "cloud-25gbe", "--workers", "1", "--json"]
+    assert run(monkeypatch, "simulate", *words) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["samples_per_s"] is None and found["speedup"] == 1
+
+
 FOUR = """
 version = 1
 name = "four"
@@ -183,6 +198,9 @@ def test_exports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         (["simulate", "--straggler", "2"], "RANK:FACTOR"),
         (["simulate", "--jitter", "-1"], "0 to 0.5"),
         (["simulate", "--recipe", "nonsense"], "no schedule"),
+        (["simulate", "--recipe", "auto"], "gradientflow tune"),
+        (["sweep", "--recipe", "auto"], "gradientflow tune"),
+        (["cluster", "--out", "all.toml"], "gradientflow cluster NAME --out all.toml"),
         (["sweep", "--workers", "many"], "write numbers"),
         (["compare", "nothing.txt"], "neither"),
     ],

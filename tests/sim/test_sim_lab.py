@@ -46,3 +46,8 @@ def test_stragglers_are_counted_once() -> None:
     seconds = [Foreteller(results).seconds("flow") for results in (even, uneven)]
     assert seconds[0] is not None
     assert seconds[1] == pytest.approx(seconds[0], rel=0.02)
+
+
+def test_what_auto_will_choose_is_not_foretold() -> None:
+    results = Results.read(RESULTS / "2026-11-18-resnet-50-1gbit-compute-4.json")
+    assert Foreteller(results).seconds("auto") is None

@@ -203,6 +203,12 @@ def test_a_file_that_is_wrong_gets_one_line(tmp_path: Path) -> None:
             load(path, **options)
 
 
+def test_a_file_without_tensors_is_no_workload(tmp_path: Path) -> None:
+    Profile(tensors=()).write(tmp_path / "nothing.json")
+    with pytest.raises(UsageError, match="lists no tensors"):
+        load(tmp_path / "nothing.json")
+
+
 def test_the_documented_file_is_one(tmp_path: Path) -> None:
     documented = (load.__doc__ or "").split("left out:\n")[1].split("Its times")[0]
     (tmp_path / "profile.json").write_text(documented)

@@ -69,7 +69,8 @@ class Foreteller:
         self._clips = results.conditions.clip_norm is not None
 
     def seconds(self, method: str, notes: Sequence[str] = ()) -> float | None:
-        """Of an iteration; None if the simulator does not know the method. notes: on what `ddp-best` chose."""
+        """Of an iteration; None if the simulator does not know the method, or what it will choose. notes: on what
+        `ddp-best` chose."""
         name, profile, world = without_number(method), self._profile, self._world
         if name == "compute" or name in ("ddp-powersgd", "horovod"):
             return None
@@ -80,6 +81,8 @@ class Foreteller:
         try:
             recipe = Recipe.parse(name).check()
         except UserError:
+            return None
+        if recipe.tunes:
             return None
         return predict(profile, recipe, self._cluster, world, self._varying, whole=self._clips).iteration_s
 

@@ -92,8 +92,9 @@ def read_varying(jitter: float, stragglers: list[str], world: int) -> Varying:
 
 
 def as_record(prediction: Prediction, samples: int) -> dict[str, object]:
+    # Where nothing takes time there is no rate, and JSON has no infinity.
     return prediction.model_dump() | {
-        "samples_per_s": prediction.samples_per_s(samples),
+        "samples_per_s": prediction.samples_per_s(samples) if prediction.iteration_s else None,
         "speedup": prediction.speedup,
         "batch": samples,
     }

@@ -176,6 +176,8 @@ def load(
         raise UsageError(f"{source} is a profile of one device and batch: leave `device` and `batch` out")
     given = _compute_s(compute_s, compute_ratio, wire_s, device)
     profile = scaled(Profile.read(source), scale)
+    if not profile.tensors:
+        raise UsageError(f"{source} lists no tensors: there is nothing to exchange")
     return profile if given is None else timed(profile, given)
 
 

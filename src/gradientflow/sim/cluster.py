@@ -14,6 +14,7 @@ Everything else has a default, which is that it costs nothing. `read` takes a na
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -489,8 +490,8 @@ def _is_tables(value: Any) -> bool:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, str):  # as JSON has it, but for DEL, which TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Sequence):
         return "[" + ", ".join(_value(one) for one in value) + "]"
     return repr(value)

@@ -170,6 +170,8 @@ def simulate(
     whole: bool = False,
 ) -> tuple[Prediction, Trace]:
     """A prediction, and its steps as a rank would have recorded them."""
+    if recipe.tunes:
+        raise UsageError(f"{recipe} chooses while it trains: gradientflow tune simulates what it may choose from")
     recipe = recipe.settled()
     cluster.check_world(world)
     cluster = _alone(cluster) if world == 1 else cluster
