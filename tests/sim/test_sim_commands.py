@@ -11,12 +11,19 @@ import pytest
 from gradientflow.cli import main
 from gradientflow.cli.given import read_recipe
 from gradientflow.cli.run import _told
+from gradientflow.cost.table import CostTable, Priced
 from gradientflow.lab.workloads import workload
 from gradientflow.network import Network
-from gradientflow.plan import Plan
+from gradientflow.plan import NATIVE, Plan
 from gradientflow.probe.measure import sample_of, summarize
+from gradientflow.recipe import Recipe
+from gradientflow.rundir import Run, RunDirectory
 from gradientflow.runtime.settings import Settings
-from gradientflow.trace import Trace
+from gradientflow.sim.cluster import Cluster
+from gradientflow.sim.compared import SHOWN
+from gradientflow.sim.predict import simulate
+from gradientflow.trace import Span, Trace
+from gradientflow.tune.notes import Notes, Race, Tried
 from gradientflow.tune.ranking import Ranking
 
 
@@ -72,6 +79,43 @@ def test_a_bake_off_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-16-ddp-against-ddp.json"
     assert run(monkeypatch, "compare", str(path)) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("median ")
+
+
+PRICE = Priced(
+    ways={
+        NATIVE: CostTable(points=((2**12, 1e-3), (2**20, 8e-3), (2**22, 3e-2))),
+        "halving": CostTable(points=((2**12, 1e-4), (2**20, 4e-3), (2**22, 1.5e-2))),
+    },
+    by_size=True,
+)
+
+
+def test_a_run_is_compared_by_what_it_measured_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`auto`, which tried one recipe for ten steps and then ran another, exactly as predicted."""
+    won, profile = Recipe.parse("wfbp-halving"), workload("alexnet", compute_s=0.05, scale=0.02)
+    place = Cluster.of_prices(PRICE, "run", 4, 2)
+    _, trace = simulate(profile, won, place, 4)
+    lost = [Span("forward", "forward", "main", float(step), step + 0.5, step) for step in range(10)]
+    later = [span._replace(step=span.step + 10) for span in trace.spans]
+    tried = (Tried(recipe="lazy", predicted_s=1.0, measured_s=1.0), Tried(recipe=str(won), predicted_s=0, measured_s=0))
+    notes = Notes(world=4, num_lanes=2, price=PRICE, races=(Race(first=0, end=10, why="start", tried=tried, chosen=1),))
+    run_directory = RunDirectory(tmp_path / "run").create()
+    run_directory.write_run(
+        Run(recipe="auto", world=4, started="2026", gradientflow="0", torch="2"),
+        Recipe.parse("auto"),
+        Network(backend="gloo", hosts=("a",) * 4),
+    )
+    run_directory.write_plan(profile, won.plan(profile, 2))
+    run_directory.write_trace(trace._replace(spans=(*lost, *later)))
+    assert run(monkeypatch, "compare", str(run_directory.path)) == 2
+    assert "auto did not measure what messages cost there: give --cluster" in capsys.readouterr().err
+    notes.write(run_directory.path / "tuning.json")
+    assert run(monkeypatch, "compare", str(run_directory.path)) == 0
+    first, _, *messages = capsys.readouterr().out.splitlines()
+    assert first.endswith("+0.0 %") and len(messages) == SHOWN
+    assert all(line.split()[0] == line.split()[2] for line in messages)
 
 
 def test_a_cluster_can_be_taken_and_edited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

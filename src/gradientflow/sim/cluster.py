@@ -26,11 +26,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, StrictInt, StrictStr, ValidationError, field_validator, model_validator
 
 from gradientflow.cost.protocol import PROTOCOLS, protocol
-from gradientflow.cost.table import Cost, CostTable, Least, Line, check_rising
+from gradientflow.cost.table import Cost, CostTable, Least, Line, Priced, check_rising
 from gradientflow.documents import MAX_TOML_NBYTES, Document, Record, describe, parse_data, read_text, write_text
 from gradientflow.errors import DocumentError, UsageError
 from gradientflow.network import BY_PATTERN, Carrying, Encoding, Network
 from gradientflow.network import Processors as Counted
+from gradientflow.plan import NATIVE
 
 #: Of a ring's bandwidth, what NCCL expects of trees.
 TREES = 0.92
@@ -391,12 +392,39 @@ class Cluster(Document):
     # - Files
 
     @classmethod
+    def of_prices(cls, priced: Priced, name: str, world: int, num_lanes: int) -> Cluster:
+        """What a run measured of its own messages."""
+        own = priced.ways.get(NATIVE) or next(iter(priced.ways.values()))
+
+        def points(table: CostTable) -> tuple[tuple[int, float], ...]:
+            return tuple((nbytes, priced.count * seconds) for nbytes, seconds in table.points)
+
+        try:
+            return cls(
+                name=name,
+                source="measured by the run",
+                hosts=world,
+                collective=Collective(launch_s=own.software_s, host_s=own.host_s, lanes=num_lanes),
+                overheads=Overheads(touch_s_per_byte=priced.touch_s_per_byte),
+                measured=(
+                    Measured(workers=world, points=points(own)),
+                    *(
+                        Measured(workers=world, pattern=way, points=points(table))
+                        for way, table in priced.ways.items()
+                        if way != NATIVE
+                    ),
+                ),
+            )
+        except ValidationError as error:
+            raise _no_cluster(name, error) from None
+
+    @classmethod
     def of_network(cls, network: Network, name: str) -> Cluster:
         """What a probe measured, as a cluster of as many workers."""
         try:
             return cls._of_network(network, name)
         except ValidationError as error:
-            raise UsageError(f"what was measured of {name} is no cluster: {describe(error)}") from None
+            raise _no_cluster(name, error) from None
 
     @classmethod
     def _of_network(cls, network: Network, name: str) -> Cluster:
@@ -426,6 +454,10 @@ class Cluster(Document):
 
     def write_toml(self, path: str | os.PathLike[str]) -> None:
         write_text(path, _toml(self.model_dump(exclude_defaults=True, mode="json") | {"version": 1}))
+
+
+def _no_cluster(name: str, error: ValidationError) -> UsageError:
+    return UsageError(f"what was measured of {name} is no cluster: {describe(error)}")
 
 
 def _counted(found: Counted) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from gradientflow.trace import Trace
 SHOWN = 10
 
 
-def compare_run(profile: Profile, recipe: Recipe, cluster: Cluster, world: int, real: Trace) -> Iterator[str]:
-    """In lines for people. Medians over steps, without the first."""
-    prediction, simulated = simulate(profile, recipe, cluster, world)
+def compare_run(
+    profile: Profile, recipe: Recipe, cluster: Cluster, world: int, real: Trace, *, whole: bool = False
+) -> Iterator[str]:
+    """In lines for people. Medians over steps, without the first. whole: as of `simulate`."""
+    prediction, simulated = simulate(profile, recipe, cluster, world, whole=whole)
     measured_s = _steps_s(real)
     if measured_s is None:
         raise UsageError("the trace holds fewer than three steps: run longer")
