@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,7 +59,7 @@ def run_page(page: Path, directory: str) -> int:
     blocks = [block.text for block in python_blocks(page) if not block.needs or find_spec(block.needs)]
     if any("init_process_group" in text for text in blocks):
         dist.destroy_process_group()  # the page makes its own
-    elif any("flow." in text for text in blocks) and "= gradientflow.attach" not in blocks[0]:
+    elif any(re.search(r"\bflow\.", text) for text in blocks) and "= gradientflow.attach" not in blocks[0]:
         names["flow"] = gradientflow.attach(names["model"], names["optimizer"])
     for number, text in enumerate(blocks):
         exec(compile(text, f"{page.name}, block {number + 1}", "exec"), names)

@@ -4,7 +4,8 @@
 
 A profile's seconds are what one worker alone takes for an iteration. Where a cluster says what of that is the
 optimizer's (`update_s_per_byte`) and what is there only once (`harness_s`), the rest is computing. Speed-ups are over
-one worker without what is there only once, so that none is above the number of workers.
+that one worker, as published ones are, and at most the number of workers: `harness_s`, which is not there again, is no
+merit of the network's.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Prediction(Record):
     iteration_s: float
     p50_s: float
     p95_s: float
-    #: What one worker alone takes, without what is there only once however many there are (`harness_s`).
+    #: What one worker alone takes.
     alone_s: float
     #: What an iteration takes longer than computing and updating.
     exposed_s: float
@@ -113,7 +114,7 @@ class Prediction(Record):
 
     @property
     def speedup(self) -> float:
-        return self.workers * self.alone_s / self.iteration_s if self.iteration_s else float(self.workers)
+        return self.workers * min(1.0, self.alone_s / self.iteration_s) if self.iteration_s else float(self.workers)
 
     def samples_per_s(self, batch: float) -> float:
         return self.workers * batch / self.iteration_s if self.iteration_s else math.inf
@@ -267,7 +268,7 @@ def _predicted(
         iteration_s=mean_s,
         p50_s=statistics.median(times_s),
         p95_s=sorted(times_s)[min(len(times_s) - 1, int(0.95 * len(times_s)))],
-        alone_s=profile.forward_s + profile.backward_s - cluster.overheads.harness_s,
+        alone_s=profile.forward_s + profile.backward_s,
         exposed_s=exposed_s,
         exposed_by=_exposed_by(exposed_s, slower_s, waits_s),
         utilisation={link: seconds / max(mean_s, 1e-30) for link, seconds in links_s.items()},
