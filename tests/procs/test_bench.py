@@ -88,7 +88,7 @@ def test_a_profile_with_negative_times_is_refused(
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ("", "no elements"),
+        ("", "no tensors"),
         ('{"name": "a", "shape": [0]}', "no elements"),
         ('{"name": "a", "shape": [2], "dtype": "int64"}', "int64"),
         ('{"name": "a", "shape": [2], "dtype": "float8_e4m3fn"}', "float8"),
