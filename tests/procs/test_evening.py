@@ -45,7 +45,7 @@ def alone_then_together(kind: str, only: int | None) -> tuple[torch.Tensor, int]
     return weights(model), len(optimizer.state)
 
 
-@pytest.mark.parametrize(("kind", "only"), [("sgd", None), ("adamw", None), ("adamw", 0), ("adamw", 1)])
+@pytest.mark.parametrize(("kind", "only"), [("sgd", None), ("adamw", None), ("adamw", 1)])
 def test_optimizers_begin_with_what_the_first_rank_remembers(kind: str, only: int | None) -> None:
     (mine, num_mine), (others, num_others) = run_ranks(2, alone_then_together, kind, only)
     assert torch.equal(mine, others) and num_mine == num_others
