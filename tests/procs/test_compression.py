@@ -882,6 +882,30 @@ def two_wrappers_around_one_model() -> list[str]:
     return said
 
 
+def a_gate_beside_a_codec() -> bool:
+    """Whether steps of the one are still put off after steps of the other, which has no momentum to correct."""
+    model = Heads().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gated = gf.DistributedDataParallel(model, recipe="flow", optimizer=optimizer, gradient_as_bucket_view=True)
+    coded = gf.DistributedDataParallel(model, recipe="lazy+topk:always", optimizer=optimizer)
+    for wrapper in (gated, coded, gated):
+        for each in (gated, coded):
+            each.flow.exchanging = False
+        for step in range(8):
+            optimizer.zero_grad()
+            heads_loss(wrapper, step).backward()
+            optimizer.step()
+        wrapper.flow.synchronize()
+    found = gated.flow.gated
+    gated.close()
+    coded.close()
+    return found
+
+
+def test_a_codec_without_momentum_shuts_no_other_wrappers_gate() -> None:
+    assert run_ranks(2, a_gate_beside_a_codec) == [True, True]
+
+
 def test_of_two_wrappers_only_the_one_that_keeps_momentum_may_use_it() -> None:
     for said in run_ranks(2, two_wrappers_around_one_model):
         assert ["keeps the optimizer's momentum" in words for words in said] == [False, True, True, False]

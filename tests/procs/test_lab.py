@@ -134,6 +134,18 @@ def test_programs_are_told_the_interface_that_they_should_use(lab: Lab) -> None:
     assert f" {lab.hosts[1].interface}" in output(lab, 1, ["cat", "/proc/net/dev"])
 
 
+def test_packets_of_a_connection_do_not_overtake_each_other(lab: Lab) -> None:
+    """They would in queues of several processors, and TCP would take them for lost."""
+    setting = "/proc/sys/net/core/rps_default_mask"
+    if not Path(setting).exists():
+        pytest.skip("this kernel has no net.core.rps_default_mask, so labs leave the order of packets to chance")
+    before = Path(setting).read_text()
+    for host in range(len(lab.hosts)):
+        mask = subprocess.run(lab.command(host, ["cat", setting]), capture_output=True, text=True, check=True).stdout
+        assert int(mask.replace(",", ""), 16) == sum(1 << one for one in os.sched_getaffinity(0))
+    assert Path(setting).read_text() == before, "the machine's own is left as it is"
+
+
 def test_a_host_counts_what_its_own_interface_counts(lab: Lab) -> None:
     assert all(sum(counters) == 0 for counters in lab.counters())
     transfer(lab, 0, 1, 1_000_000)

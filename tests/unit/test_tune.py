@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradientflow.cost.table import Best, CostTable, Line, Paying
 from gradientflow.lab.workloads import workload
-from gradientflow.plan import NATIVE
+from gradientflow.plan import NATIVE, Plan
 from gradientflow.recipe import as_recipe
-from gradientflow.tune.candidates import MOST, candidates, rivals
+from gradientflow.tune.candidates import MOST, Candidate, candidates, of_both_kinds, rivals
 from gradientflow.tune.trials import (
     DRIFT,
     PLANS,
@@ -20,6 +22,7 @@ from gradientflow.tune.trials import (
     Seen,
     Trials,
     longest,
+    midmean,
 )
 
 
@@ -45,6 +48,26 @@ def test_the_default_is_first_and_the_best_predicted_are_there(rate: float, gate
         as_recipe(each.recipe)
         each.plan.check(profile)
         assert gated or not each.plan.stages
+
+
+@pytest.mark.parametrize("gated", [(True, True, True, True, False, False), (False, False, False, True)])
+def test_of_plans_with_a_gate_and_without_one_is_tried_at_least(gated: tuple[bool, ...]) -> None:
+    plan = Plan(schedule="", layout=(), messages=())
+    ranked = [Candidate(recipe="lazy", plan=plan, predicted_s=1.0 + at, gated=one) for at, one in enumerate(gated)]
+    tried = of_both_kinds(ranked, MOST)
+    assert len(tried) == MOST and {each.gated for each in tried} == {True, False}
+    assert tried[:2] == tuple(ranked[:2]), "the best of both are there whatever they are"
+    assert tried[2] == next(each for each in ranked if each.gated != gated[0])
+    assert of_both_kinds(ranked, 2, beside=[ranked[gated.index(not gated[0])]]) == tuple(ranked[:2])
+    assert of_both_kinds(ranked[:3], MOST) == tuple(ranked[:3]), "there are no others"
+
+
+@given(st.lists(st.sampled_from([0.5, 1.8]), min_size=1, max_size=10), st.integers(0, 2))
+def test_steps_that_are_short_at_the_cost_of_others_count_as_what_both_take(steps: list[float], hiccups: int) -> None:
+    """As many of each, in any order, and no more than a quarter are hiccups."""
+    both = [*steps, *(0.5 + 1.8 - step for step in steps)]
+    some = min(hiccups, len(both) // 6)
+    assert midmean([*both, *[50.0] * some, *[0.0] * some]) == pytest.approx(1.15)
 
 
 def steps_of(trials: Trials) -> list[int]:

@@ -58,7 +58,21 @@ def _enter_new_namespace() -> int:
     # choose only from what the machine allows; it always allows reno.
     _set("ipv4/tcp_congestion_control", "reno")
     _set("ipv4/tcp_congestion_control", "cubic")
+    # A connection's packets stay on one processor: through queues of several they overtake each other, as they do on no
+    # wire. TCP then took some for lost and sent less: in one lab in three of four hosts at 1 Gbit/s Gloo's all-reduce
+    # of 8 MB took 135 to 160 ms where the others' took 107.
+    _set("core/rps_default_mask", _mask_of(os.sched_getaffinity(0)))
     return os.open("/proc/self/ns/net", os.O_RDONLY)
+
+
+def _mask_of(processors: Collection[int]) -> str:
+    """As the kernel writes it: groups of 32 bits, the highest first.
+
+    >>> _mask_of({0, 1}), _mask_of({0, 33})
+    ('00000003', '00000002,00000001')
+    """
+    groups = range(max(processors) // 32, -1, -1)
+    return ",".join(f"{sum(1 << one % 32 for one in processors if one // 32 == group):08x}" for group in groups)
 
 
 def _set(setting: str, value: str) -> None:

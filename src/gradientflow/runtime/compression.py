@@ -163,10 +163,11 @@ class Compression:
     def before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Given | None:
-        """Gets the arguments of `step` and gives others: a closure lends momentum."""
+        """Gets the arguments of `step` and gives others: a closure lends momentum. Only if there is any, since another
+        wrapper around the model takes a closure for the user's, and shuts its gate."""
         self._num_unused = 0
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._borrows is None or self._borrows is not holder_of(optimizer):
+        if self._borrows is None or self._borrows is not holder_of(optimizer) or not self._borrows.is_set:
             return None
         return args[:1], {"closure": _Lending(self._borrows, closure)}
 

@@ -130,7 +130,7 @@ class PooledFlow(GradientFlow):
 
     @property
     def is_trying(self) -> bool:
-        return self._tuning.is_racing or self._tuning.is_waiting
+        return self._tuning.is_racing or self._tuning.is_waiting or self._tuning.is_on_probation
 
     def begin_forward(self) -> None:
         super().begin_forward()

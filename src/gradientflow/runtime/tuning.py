@@ -14,7 +14,6 @@ import os
 import platform
 import socket
 from collections.abc import Callable
-from statistics import median
 
 from pydantic import Field
 
@@ -27,10 +26,10 @@ from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile
 from gradientflow.recipe import as_recipe
 from gradientflow.trace import MAIN, Recorder, Span
-from gradientflow.tune.candidates import MOST, Candidate, candidates, kind
+from gradientflow.tune.candidates import MOST, Candidate, candidates, kind, of_both_kinds
 from gradientflow.tune.memory import CHECKED, Cache, Remembered, fingerprint, fingerprint_of_model
 from gradientflow.tune.notes import Notes, Race, Tried
-from gradientflow.tune.trials import PLANS, Seen, Trials, Turns, allowance_s
+from gradientflow.tune.trials import PLANS, Seen, Trials, Turns, allowance_s, midmean
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +83,11 @@ class Tuning:
     @property
     def is_racing(self) -> bool:
         return self.is_on and self._chosen is None
+
+    @property
+    def is_on_probation(self) -> bool:
+        """Whether what has won may yet be given up, since it runs by itself for the first time."""
+        return self._chosen is not None and self._turns is PLANS and self._trials.is_on_probation
 
     @property
     def is_waiting(self) -> bool:
@@ -173,7 +177,7 @@ class Tuning:
     def _check(self, exchange: Exchange, step: int) -> bool:
         """Collective. Whether what was remembered holds no longer."""
         assert self._remembered is not None
-        told = exchange.control.gather(repr(median(self._checked[1:])), "compare what was remembered with what is")
+        told = exchange.control.gather(repr(midmean(self._checked[1:])), "compare what was remembered with what is")
         now_s = max(float(text) for text in told)
         remembered, self._remembered = self._remembered, None
         if not remembered.still_holds(now_s):
@@ -246,8 +250,10 @@ class Tuning:
         if self._chosen is None or self._trials.winner is None or (self._chosen.stages and not gated):
             return found
         runs = self._field[self._trials.winner]
-        others = [each for each in found if kind(each.plan) != kind(runs.plan)]
-        return (runs, *sorted(others, key=lambda each: each.predicted_s)[: MOST - 1])
+        others = sorted(
+            (each for each in found if kind(each.plan) != kind(runs.plan)), key=lambda each: each.predicted_s
+        )
+        return (runs, *of_both_kinds(others, MOST - 1, beside=(runs,)))
 
     def plan_at(self, step: int) -> Plan:
         """The same on all ranks."""

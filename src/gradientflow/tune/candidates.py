@@ -8,7 +8,7 @@ processors is in no table. So a few of them are tried.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gradientflow.cost.evaluate import evaluate
 from gradientflow.cost.table import Best, Cost, Paying, Seconds
@@ -44,15 +44,26 @@ class Candidate(Record):
 def candidates(
     profile: Profile, num_lanes: int, cost: Best | Paying, *, gated: bool, whole: bool
 ) -> tuple[Candidate, ...]:
-    """The default first, then those that should be quickest. Plans that are the same are there once. Where a codec pays
-    for some messages, they go by it in all of them."""
+    """The default first, then those that should be quickest, with a gate and without: what a gate takes of processors
+    is in no price, and on busy ones all of its plans may be slower than predicted. Plans that are the same are there
+    once. Where a codec pays for some messages, they go by it in all of them."""
     every = list(_all(profile, num_lanes, cost, gated=gated, whole=whole))
     default = next(each for each in every if each.recipe == DEFAULT)
     others: dict[str, Candidate] = {}
     for each in sorted(every, key=lambda each: each.predicted_s):
         others.setdefault(kind(each.plan), each)
     others.pop(kind(default.plan), None)
-    return (default, *list(others.values())[:MOST])
+    return (default, *of_both_kinds(list(others.values()), MOST))
+
+
+def of_both_kinds(
+    by_prediction: Sequence[Candidate], number: int, beside: Sequence[Candidate] = ()
+) -> tuple[Candidate, ...]:
+    """The first ones. The last of them gives way where all of them, and those beside them, have a gate, or none has."""
+    chosen = tuple(by_prediction[:number])
+    kinds = {each.gated for each in (*beside, *chosen)}
+    others = [each for each in by_prediction[number:] if each.gated not in kinds]
+    return (*chosen[: number - 1], others[0]) if others else chosen
 
 
 def _all(profile: Profile, num_lanes: int, cost: Best | Paying, *, gated: bool, whole: bool) -> Iterator[Candidate]:
