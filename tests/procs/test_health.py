@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -438,6 +440,32 @@ def _cannot_be_reached() -> tuple[str, tuple[int, ...], float] | None:
         return None
     links._connection = _no_route
     return told(lambda: Loop("attach", recipe="wfbp-ring", process_group=group, deadline_s=60.0), gf.TrainingError)
+
+
+@pytest.mark.parametrize("how", ["no route", "no address"])
+def test_auto_does_without_connections_that_cannot_be_made(how: str) -> None:
+    for rank, (said, patterns, is_trying) in enumerate(run_ranks(3, _without_connections, how)):
+        assert patterns == () and not is_trying
+        words = {"no route": "rank 1 cannot reach rank 2", "no address": "rank 1 cannot listen at"}[how]
+        assert ("by the group's own all-reduce only" in said and words in said) == (rank == 0), said
+
+
+def _without_connections(how: str) -> tuple[str, tuple[str, ...], bool]:
+    """One of the ranks is the one that cannot; all of them go on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradientflow.exchange").addHandler(handler)
+    if dist.get_rank() == 1 and how == "no route":
+        links._connection = _no_route
+    if dist.get_rank() == 1 and how == "no address":
+        links.family_of = lambda address: socket.AF_INET6
+    loop = Loop("attach", recipe="auto", deadline_s=30.0)
+    for number in range(70):
+        loop.step(number)
+    found = "".join(said), loop.flow._exchange.patterns, loop.flow.is_trying
+    loop.flow.close()
+    return found
 
 
 def test_ranks_that_met_again_in_vain_can_meet_once_more() -> None:

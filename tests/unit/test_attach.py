@@ -51,7 +51,8 @@ def test_a_lazy_module_is_refused() -> None:
 
 
 def test_call_and_environment_may_not_contradict_each_other() -> None:
-    assert str(Settings().choose(None)) == "lazy"
+    assert str(Settings().choose(None)) == "auto"
+    assert str(Settings(elastic=True).choose(None)) == "lazy", "auto needs workers that stay"
     assert str(Settings(recipe="bsp").choose(None)) == "bsp"
     assert str(Settings(recipe="bsp").choose("bsp")) == "bsp"
     with pytest.raises(gf.UsageError, match="'wfbp' and GRADIENTFLOW_RECIPE says 'bsp'"):

@@ -10,6 +10,7 @@ A failed exchange is `abandon`ed: what it was using is never used again ([Note: 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
@@ -36,6 +37,10 @@ from gradientflow.plan import NATIVE
 
 # Small tensors are packed up to this size before they are broadcast; larger ones go by themselves, in place.
 PACK_NBYTES = 4 * 2**20
+#: For connections that may be done without.
+PATIENCE_S = 15.0
+
+_log = logging.getLogger(__name__)
 
 
 class Moment(IntEnum):
@@ -67,6 +72,7 @@ class Exchange:
     mpi: sums go over MPI instead of the group.
     mesh: what a codec gathers or swaps goes over connections of our own too, if there are patterns.
     servers: questions go through them instead of the group.
+    insists: on its patterns; else it does without them where ranks cannot be reached by connections of our own.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Exchange:
         mpi: bool = False,
         mesh: bool = False,
         servers: Wanted | None = None,
+        insists: bool = True,
         previous: Exchange | None = None,
     ) -> None:
         who = members if isinstance(members, Members) else Members.of(members, device)
@@ -101,7 +108,7 @@ class Exchange:
             raise UsageError(f"the model is on {device.type}: -ps runs on CPUs only; use -a2a")
         self._who, self._device, self._address, self._over_mpi = who, device, address, mpi
         self._mesh = mesh and bool(patterns)
-        self._wanted = servers
+        self._wanted, self._insists = servers, insists
         self._abandoned = False
         self._num_broadcasts = 0
         #: How often its members have met again, whatever came of it: where they met, things lie about.
@@ -169,11 +176,18 @@ class Exchange:
         return connecting.groups
 
     def _connect(self) -> None:
-        links = Links(self._address, self.control, self.rank, self.deadline_s)
+        limit_s = self.deadline_s if self._insists else min(PATIENCE_S, self.deadline_s / 2)
+        links = Links(self._address, self.control, self.rank, limit_s)
         patterns = {name: _pattern(name, links.addresses) for name in self.patterns}
         everyone = [rank for rank in range(self.world) if rank != self.rank] if self._mesh else []
         peers = {peer for pattern in patterns.values() for peer in peers_of(pattern, self.rank)}
-        links.connect(peers.union(everyone), self.num_lanes)
+        if self._insists:
+            links.connect(peers.union(everyone), self.num_lanes)
+        elif why_not := links.try_to_connect(peers.union(everyone), self.num_lanes):
+            if self.rank == 0:
+                _log.warning("messages go by the group's own all-reduce only, not by %s: %s", self.patterns, why_not)
+            self.patterns, self._mesh = (), False
+            return
         self._staged = Staged(links, patterns, self.rank, self.num_lanes, everyone)
 
     def answer(self, question: Question, lane: int, number: int = 0, detail: str = "", pattern: str = NATIVE) -> Answer:
@@ -271,7 +285,7 @@ class Exchange:
 
     def renewed(self) -> Exchange:
         """Another exchange with the same members, after this one was abandoned on all of them. Collective."""
-        ways = (self.patterns, self._address, self._over_mpi, self._mesh, self._wanted)
+        ways = (self.patterns, self._address, self._over_mpi, self._mesh, self._wanted, self._insists)
         return Exchange(self._who, self._device, self.num_lanes, self.deadline_s, *ways, self)
 
     def close(self) -> None:

@@ -19,10 +19,10 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from gradientflow.documents import Record
-from gradientflow.errors import DeadlineError, TrainingError
+from gradientflow.errors import DeadlineError
 from gradientflow.exchange.callers import Callers
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.health import LOOK_S
@@ -33,6 +33,11 @@ TRY_S = 5.0
 #: Wake up for no less, while more than that is to come.
 GULP_NBYTES = 512 * 1024
 _HELLO = struct.Struct("<16sII")
+_INTERFACE = "set GLOO_SOCKET_IFNAME to the interface that leads to the other machines"
+
+
+class Unreachable(DeadlineError):
+    """A rank that lives, and that connections of our own do not lead to."""
 
 
 class Endpoint(Record):
@@ -41,6 +46,8 @@ class Endpoint(Record):
     address: str
     port: int
     token: str
+    #: Why it cannot listen there.
+    trouble: str = ""
 
 
 class Wire:
@@ -159,12 +166,14 @@ class Links:
         self._control, self._rank, self._deadline_s = control, rank, deadline_s
         self._wires: dict[tuple[int, int], Wire] = {}
         self._name = control.members[rank]
+        self._token = secrets.token_bytes(16)
+        own = Endpoint(address=address, port=0, token=self._token.hex())
         try:
             self._server = socket.create_server((address, 0), family=family_of(address), backlog=1024)
+            own = own.model_copy(update={"port": self._server.getsockname()[1]})
         except OSError as error:
-            raise TrainingError(f"rank {self._name} cannot listen at {address}: {error}", (self._name,)) from error
-        self._token = secrets.token_bytes(16)
-        own = Endpoint(address=address, port=self._server.getsockname()[1], token=self._token.hex())
+            self._server = socket.socket()
+            own = own.model_copy(update={"trouble": str(error)})
         try:
             texts = control.gather(own.model_dump_json(), "learn the other ranks' addresses")
         except BaseException:
@@ -184,18 +193,48 @@ class Links:
         """Of all ranks."""
         return [endpoint.address for endpoint in self._endpoints]
 
-    def connect(self, peers: Iterable[int], num_lanes: int) -> None:
+    def connect(self, peers: Collection[int], num_lanes: int) -> None:
         """Have connections with `peers`, who name this rank as well."""
         try:
             with self._server:
-                for peer in sorted(peer for peer in peers if peer > self._rank):
-                    self._call(peer, num_lanes)
-                self._answer_calls({peer for peer in peers if peer < self._rank}, num_lanes)
+                self._check_that_all_listen()
+                self._meet(peers, num_lanes)
                 # Before that, others may still be calling.
                 self._control.gather("", "connect to the other ranks")
         except BaseException:
             self.close()
             raise
+
+    def try_to_connect(self, peers: Collection[int], num_lanes: int) -> str:
+        """The same on all ranks: nothing if all have their connections; else why not, and nobody has any."""
+        own = ""
+        try:
+            with self._server:
+                try:
+                    self._check_that_all_listen()
+                    self._meet(peers, num_lanes)
+                except Unreachable as error:
+                    own = str(error)
+                told = self._control.gather(own, "connect to the other ranks")
+        except BaseException:
+            self.close()
+            raise
+        found = next(filter(None, told), "")
+        if found:
+            self.close()
+            self._wires.clear()
+        return found
+
+    def _check_that_all_listen(self) -> None:
+        for peer, endpoint in enumerate(self._endpoints):
+            if endpoint.trouble:
+                name, where = self._control.members[peer], f"{endpoint.address} ({endpoint.trouble})"
+                raise Unreachable(f"rank {name} cannot listen at {where}: {_INTERFACE}", (name,))
+
+    def _meet(self, peers: Collection[int], num_lanes: int) -> None:
+        for peer in sorted(peer for peer in peers if peer > self._rank):
+            self._call(peer, num_lanes)
+        self._answer_calls({peer for peer in peers if peer < self._rank}, num_lanes)
 
     def wire(self, lane: int, peer: int) -> Wire:
         return self._wires[lane, peer]
@@ -219,10 +258,8 @@ class Links:
                 # Nothing is in its way yet: so few bytes go at once.
                 connection.sendall(_HELLO.pack(bytes.fromhex(there.token), self._rank, lane))
             except OSError as error:
-                raise DeadlineError(
-                    f"rank {self._name} cannot reach rank {name} at {there.address} ({error}): set GLOO_SOCKET_IFNAME "
-                    "to the interface that leads to the other machines",
-                    (name,),
+                raise Unreachable(
+                    f"rank {self._name} cannot reach rank {name} at {there.address} ({error}): {_INTERFACE}", (name,)
                 ) from error
 
     def _answer_calls(self, peers: set[int], num_lanes: int) -> None:
@@ -245,7 +282,7 @@ class Links:
                     self._wires[lane, peer] = Wire(connection, self._control.members[peer])
                 elif time.monotonic() >= end_s:
                     late = tuple(sorted({self._control.members[peer] for _, peer in missing}))
-                    raise DeadlineError(
+                    raise Unreachable(
                         f"rank {self._name} waited {self._deadline_s:g} s for a connection from rank "
                         f"{', '.join(map(str, late))}",
                         late,

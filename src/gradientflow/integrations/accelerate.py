@@ -29,7 +29,7 @@ except ImportError as error:
 
 
 class Accelerator(accelerate.Accelerator):
-    """recipe: how gradients travel; "lazy" unless said here or by `gradientflow run --recipe`.
+    """recipe: how gradients travel; "auto" unless said here or by `gradientflow run --recipe`.
 
     ddp: more of the keywords of `gradientflow.DistributedDataParallel`.
     kwargs: of Accelerate's own class."""

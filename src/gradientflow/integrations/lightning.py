@@ -29,7 +29,7 @@ except ImportError as error:
 
 
 class GradientFlowStrategy(DDPStrategy):
-    """recipe: how gradients travel; "lazy" unless said here or by `gradientflow run --recipe`.
+    """recipe: how gradients travel; "auto" unless said here or by `gradientflow run --recipe`.
 
     kwargs: of `DDPStrategy`, and of `gradientflow.DistributedDataParallel`."""
 

@@ -34,7 +34,7 @@ FILE = "gradientflow.pt"
 
 
 class GradientFlowMixin:
-    """recipe: how gradients travel; "lazy" unless said here or by `gradientflow run --recipe`.
+    """recipe: how gradients travel; "auto" unless said here or by `gradientflow run --recipe`.
 
     ddp: more of the keywords of `gradientflow.DistributedDataParallel`."""
 

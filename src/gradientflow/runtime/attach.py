@@ -67,7 +67,7 @@ def attach(
     From then on `loss.backward()` returns with averaged gradients, as it does under DDP; with a gate they may still be
     on their way, and whatever touches a gradient or a parameter waits for it.
 
-    recipe: "lazy" unless said otherwise here or by `gradientflow run --recipe`; see `gradientflow.recipe`. With another
+    recipe: "auto" unless said otherwise here or by `gradientflow run --recipe`; see `gradientflow.recipe`. With another
         synchronisation than BSP ("lazy@local:8", "lazy-ps@ssp:4") workers step by themselves, and `optimizer.step()` is
         where what they have changed is exchanged.
     process_group: the default one unless given. Its connections are not used, only its members.
@@ -239,7 +239,7 @@ def open_flow(
     servers = settings.servers(chosen.num_servers) if chosen.served and settings.on else None
     device = _device(model)
     patterns = () if chosen.tunes and device.type != "cpu" else chosen.patterns
-    ways = (patterns, settings.address, mpi, chosen.mesh, servers)
+    ways = (patterns, settings.address, mpi, chosen.mesh, servers, not chosen.tunes)
     exchange = Exchange(group, device, chosen.lanes, deadline_s, *ways)
     try:
         guess = profile or in_order_of_registration(model, options.ignored)

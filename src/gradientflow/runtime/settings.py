@@ -21,7 +21,7 @@ from pathlib import Path
 from gradientflow.errors import UsageError
 from gradientflow.exchange.reach import LOOPBACK, way_to_others
 from gradientflow.exchange.server.servers import Wanted
-from gradientflow.recipe import DEFAULT, Recipe, as_recipe
+from gradientflow.recipe import AUTO, DEFAULT, Recipe, as_recipe
 
 SWITCH_ENV = "GRADIENTFLOW"
 RECIPE_ENV = "GRADIENTFLOW_RECIPE"
@@ -89,7 +89,8 @@ class Settings:
             raise UsageError(
                 f"the script attaches recipe '{asked}' and {RECIPE_ENV} says '{told}': leave one of them out"
             )
-        return asked or told or as_recipe(DEFAULT)
+        # What auto needs, races over many steps among the same workers, is not there where they come and go.
+        return asked or told or as_recipe(DEFAULT if self.elastic else AUTO)
 
 
 def _is_set(name: str, environment: Mapping[str, str]) -> bool:
