@@ -20,6 +20,7 @@ from gradientflow.integrations.ddp import DistributedDataParallel
 from gradientflow.integrations.extras import missing
 from gradientflow.integrations.saved import Saved
 from gradientflow.recipe import Recipe
+from gradientflow.runtime.states import is_compressed
 
 try:
     import accelerate
@@ -58,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
             return done
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         wrapper = wrap(self, model, self._optimizer, self._recipe, self._ddp)
-        if "compression" in wrapper.flow.state_dict():
+        if is_compressed(wrapper.flow.state_dict()):
             # Not always: Accelerate refuses checkpoints that lack a part, and those of its own class have none of ours.
             self.register_for_checkpointing(Saved(wrapper))
         return wrapper

@@ -70,6 +70,11 @@ def kept_by(rank: int, world: int, values: Mapping[str, Any]) -> dict[str, dict[
     return {RANKS: {name_of(rank, world): Kept(values)}}
 
 
+def is_compressed(state: Mapping[str, Any]) -> bool:
+    """Whether a codec has something to keep: what it has not sent yet would be lost without this state."""
+    return any(COMPRESSION in kept.keys() for kept in state.get(RANKS, {}).values())
+
+
 def taken_over(rank: int, world: int, saved_by: int) -> list[int]:
     """Of the ranks of another world, those whose part this one adds to its own; each of them is somebody's.
 
