@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
@@ -191,6 +192,19 @@ def test_rates_may_change_while_a_lab_is_up(_possible: None) -> None:
         assert lab.rate == 2e6 and [host.rate for host in lab.hosts] == [2e6, 2e6]
     with Lab(2, None) as lab, pytest.raises(UsageError, match="links without a rate"):
         lab.reshape(1e6)
+
+
+def test_links_that_are_busy_become_slower_and_do_not_stop(_possible: None) -> None:
+    """What waits in their queues was let in by larger buckets."""
+    with Lab(2, 1e9) as lab, ThreadPoolExecutor() as pool:
+        busy = pool.submit(measure_ring, lab, seconds=1.5)
+        until = time.monotonic() + 10
+        while sum(one.tx_bytes for one in lab.counters()) < 10e6:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        lab.reshape(2e7)
+        assert min(busy.result(30)) > 0
+        assert all(1e7 < rate < 4e7 for rate in measure_ring(lab, seconds=1.0))
 
 
 def test_clouds_are_joined_by_links_of_their_own(_possible: None) -> None:

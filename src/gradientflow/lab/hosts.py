@@ -108,6 +108,8 @@ class Lab:
             raise UsageError(f"latency_s={latency_s}: expected 0 to 10 seconds")
         self.name = name or f"lab-{os.getpid()}-{next(_numbers)}"
         self.rate, self.latency_s = rate, latency_s
+        #: Of the largest bucket so far.
+        self._burst_nbytes = max((Bucket.of(each, num_hosts).burst_nbytes for each in by_host if each), default=0)
         self.hosts: tuple[Host, ...] = ()
         self._owner = os.getpid()
         self._warden, self._into_users, namespaces = _start_warden(self.name, num_hosts, format_rate(rate))
@@ -160,11 +162,14 @@ class Lab:
 
     def reshape(self, rate: float) -> None:
         """From now on all hosts have this rate, in bits per second. Of a lab that is shaped; packets in queues stay."""
+        # Buckets never shrink: a packet that waits in a bucket and no longer fits into it stops the link for ever.
         if any(host.rate is None for host in self.hosts) or self.latency_s:
             raise UsageError(f"{self.name} has links without a rate, or with latency: make a new lab")
         check_range(rate)
         num_hosts = len(self.hosts)
-        change = f"qdisc change dev {{}} root handle 1: {Bucket.of(rate, num_hosts)}"
+        bucket = Bucket.of(rate, num_hosts)
+        self._burst_nbytes = max(self._burst_nbytes, bucket.burst_nbytes)
+        change = f"qdisc change dev {{}} root handle 1: {bucket._replace(burst_nbytes=self._burst_nbytes)}"
         switch = self._entrance(f"/proc/{self._warden_alive()}/ns/net")
         ports = Batch(switch, "tc", [change.format(_port(number)) for number in range(num_hosts)])
         inside = [Batch(self._entrance(host.namespace), "tc", [change.format(host.interface)]) for host in self.hosts]
