@@ -188,7 +188,7 @@ def main() -> None:
         )
     if arguments.out:
         command = shlex.join(["python", "benchmarks/drift.py", *sys.argv[1:]])
-        found = {"machine": this_machine(), "command": command, "started": started}
+        found = {"machine": this_machine().model_dump(), "command": command, "started": started}
         found |= {"phases": watcher.phases, "alone": watcher.alone}
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
