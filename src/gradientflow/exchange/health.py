@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from gradientflow.documents import Record, parse_json
 from gradientflow.errors import DeadlineError, PeerError
+from gradientflow.exchange.stacks import Line, Stacks, stacks
 from gradientflow.exchange.verdict import (
     CUT_OFF_S,
     SILENT_S,
@@ -113,6 +114,7 @@ class Health:
         self._store_is_gone = False
         # - The thread's own
         self._beat = 0
+        self._line = ""
         self._collective: _Call | None = None
         self._num_beats_outside = 0
         self._hurry = threading.Event()
@@ -305,7 +307,7 @@ class Health:
 
     def _round(self) -> None:
         self._beat += 1
-        self._look_at_the_stack()
+        self._look_at_the_stacks()
         try:
             began_s = time.monotonic()
             self._store.set(str(self._rank), self._compose().model_dump_json())
@@ -334,7 +336,7 @@ class Health:
             beat=self._beat,
             step=self.step,
             place=self.place,
-            line=_line_of(self._trainers_frame()),
+            line=self._line,
             wait=max(waits, key=lambda wait: wait.waited_s, default=None),
             entered=self._entered.copy(),
             collective=self._elsewhere(),
@@ -346,16 +348,15 @@ class Health:
 
     # - Looking at the training thread
 
-    def _trainers_frame(self) -> FrameType | None:
-        return sys._current_frames().get(self.trainer)
-
-    def _look_at_the_stack(self) -> None:
-        frame = self._trainers_frame()
-        found = _collective_in(frame)
+    def _look_at_the_stacks(self) -> None:
+        seen = stacks()
+        lines = seen.of.get(self.trainer, ())
+        self._line = _line_of_the_user(lines)
+        found = _collective_of(self.trainer) if any(map(_is_collective, lines)) else None
         if found is None or self._collective is None or found.frame != self._collective.frame:
             self._collective = found
         # A backward pass that an exception ended tells nobody: its step stays open, and the thread has left it.
-        outside = self.in_backward and not self._waits and not _somebody_runs_backward()
+        outside = self.in_backward and not self._waits and seen.whole and not _somebody_runs_backward(seen)
         self._num_beats_outside = self._num_beats_outside + 1 if outside else 0
 
     def _elsewhere(self) -> Collective | None:
@@ -397,12 +398,6 @@ _FOR_SOME = {
 }  # fmt: skip
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 class _Call(NamedTuple):
     """A running call of torch.distributed. Only the frame's identity is kept: the frame holds tensors."""
 
@@ -412,13 +407,21 @@ class _Call(NamedTuple):
     since_s: float
 
 
-def _collective_in(frame: FrameType | None) -> _Call | None:
-    """The outermost call of torch.distributed on the stack that waits for others."""
+def _is_collective(line: Line) -> bool:
+    return (line.function in _FOR_ALL or line.function in _FOR_SOME) and line.path.endswith("distributed_c10d.py")
+
+
+def _collective_of(thread: int) -> _Call | None:
+    """The outermost call of torch.distributed on a thread's stack that waits for others.
+
+    To know the group that it was called with, frames have to be walked after all (see `stacks`): those of a thread that
+    has just been seen in a collective, where it waits."""
     found = None
-    for each in _frames(frame):
-        called = each.f_code.co_name
-        if (called in _FOR_ALL or called in _FOR_SOME) and each.f_code.co_filename.endswith("distributed_c10d.py"):
-            found = each
+    frame = sys._current_frames().get(thread)
+    while isinstance(frame, FrameType):
+        if _is_collective(Line(frame.f_code.co_filename, 0, frame.f_code.co_name)):
+            found = frame
+        frame = frame.f_back
     if found is None:
         return None
     name = found.f_code.co_name
@@ -434,18 +437,16 @@ def _ranks_of(frame: FrameType) -> tuple[int, ...]:
         return ()
 
 
-def _somebody_runs_backward() -> bool:
+def _somebody_runs_backward(seen: Stacks) -> bool:
     """Any thread: on an accelerator hooks run on threads of the engine, and who called it may be anybody."""
-    stacks = sys._current_frames().values()
-    return any(each.f_code.co_name == "_engine_run_backward" for frame in stacks for each in _frames(frame))
+    return any(line.function == "_engine_run_backward" for lines in seen.of.values() for line in lines)
 
 
-def _line_of(frame: FrameType | None) -> str:
+def _line_of_the_user(lines: Sequence[Line]) -> str:
     """The innermost line that is neither PyTorch's, the standard library's nor ours."""
-    for each in _frames(frame):
-        path = each.f_code.co_filename
+    for path, number, function in lines:
         if not path.startswith((_HERE, _TORCH, _STDLIB)) and "site-packages" not in path and path[:1] != "<":
-            return f"{os.path.basename(path)}:{each.f_lineno} in {each.f_code.co_name}"
+            return f"{os.path.basename(path)}:{number} in {function}"
     return ""
 
 
