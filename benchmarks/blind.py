@@ -69,7 +69,7 @@ def measure(case: Case, methods: tuple[str, ...], probe_s: float) -> Results:
         rate=None,
         interface="",
         num_sharing=1,
-        iterations=1,
+        iterations=2,
         max_rounds=MIN_ROUNDS,
         precision=0.02,
         batch=usual_batch(case.workload),

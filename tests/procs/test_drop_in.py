@@ -1473,6 +1473,64 @@ def _power_sgd(side: Side) -> None:
     train(side, wrapped, steps=range(6))
 
 
+def test_buckets_of_a_hook_are_the_same_in_all_steps() -> None:
+    """Hooks remember things by a bucket's number, so nothing is tried in turn under them."""
+    assert all(len(seen) == 1 and not trying for seen, trying in run_ranks(2, _buckets_of_a_hook))
+
+
+def _buckets_of_a_hook() -> tuple[set[tuple[int, ...]], bool]:
+    wrapped = gf.DistributedDataParallel(mlp())
+    sizes: list[int] = []
+    seen: set[tuple[int, ...]] = set()
+
+    def hook(state, bucket):
+        sizes.append(bucket.buffer().numel())
+        return summed(state, bucket)
+
+    for step in range(70):
+        if step == 8:  # in the middle of a race
+            assert wrapped.flow.is_trying
+            wrapped.register_comm_hook(None, hook)
+        wrapped.zero_grad()
+        mean_square(wrapped, step).backward()
+        if step > 8:  # after the step that shows in which order gradients come
+            seen.add(tuple(sizes))
+        sizes.clear()
+    return seen, wrapped.flow.is_trying
+
+
+def test_a_hook_gets_whole_gradients() -> None:
+    assert all("cuts tensors" in words and "use lazy" in words for words in run_ranks(2, _cut_gradients))
+
+
+def _cut_gradients() -> str:
+    wrapped = gf.DistributedDataParallel(mlp(), recipe="flow")
+    with pytest.raises(gf.UsageError) as caught:
+        wrapped.register_comm_hook(None, summed)
+    wrapped.close()
+    return str(caught.value)
+
+
+def test_without_a_recipe_gradients_are_as_stock_s_also_if_the_optimizer_is_given() -> None:
+    assert all(run_ranks(2, _plain_with_optimizer))
+
+
+def _plain_with_optimizer() -> bool:
+    module = mlp()
+    optimizer = sgd(module)
+    wrapped = gf.DistributedDataParallel(module, optimizer=optimizer)
+    kept: list[torch.Tensor] = []
+    for step in range(60):
+        optimizer.zero_grad()
+        mean_square(wrapped, step).backward()
+        mine = next(module.parameters()).grad
+        assert mine is not None and type(mine) is torch.Tensor
+        if step in (20, 50):
+            kept += [mine, mine.clone()]
+        optimizer.step()
+    return all(torch.equal(now, then) for now, then in (kept[:2], kept[2:]))
+
+
 def test_two_hooks_run_one_after_the_other() -> None:
     beside_stock(2, _two_hooks)
 

@@ -891,6 +891,15 @@ def stepped_with_a_closure(training: Training) -> None:
 
 
 @a_loop
+def stepped_with_none(training: Training) -> None:
+    """As Accelerate does."""
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        training.backward(step)
+        training.optimizer.step(None)
+
+
+@a_loop
 def step_replaced_on_the_optimizer(training: Training) -> None:
     """As profilers and loggers do."""
     original, calls = training.optimizer.step, []

@@ -19,6 +19,7 @@ from torch import nn
 
 import gradientflow as gf
 from gradientflow.exchange import links
+from gradientflow.plan import NATIVE
 from helpers import run_ranks
 
 LIMIT_S = 10.0
@@ -448,6 +449,43 @@ def test_auto_does_without_connections_that_cannot_be_made(how: str) -> None:
         assert patterns == () and not is_trying
         words = {"no route": "rank 1 cannot reach rank 2", "no address": "rank 1 cannot listen at"}[how]
         assert ("by the group's own all-reduce only" in said and words in said) == (rank == 0), said
+
+
+def test_recipes_with_other_connections_are_told_apart_before_any_is_made() -> None:
+    for words, ranks, waited_s in run_ranks(2, _other_ways):
+        assert "rank 0 exchanges by gloo on 2 lanes and connections of our own for ring, halving and rank 1" in words
+        assert "GRADIENTFLOW" in words and ranks == () and waited_s < LIMIT_S
+
+
+def _other_ways() -> tuple[str, tuple[int, ...], float]:
+    recipe = ["auto", "lazy"][dist.get_rank()]
+    return told(lambda: Loop("attach", recipe=recipe, deadline_s=60.0), gf.DisagreementError)
+
+
+def test_a_state_whose_plan_went_by_connections_that_cannot_be_made_here_is_taken() -> None:
+    for rank, (said, step, is_trying, patterns) in enumerate(run_ranks(2, _state_from_elsewhere)):
+        assert ("goes by ring, which there is not here: auto chooses anew" in said) == (rank == 0)
+        assert step == 12 and is_trying and patterns == {NATIVE}
+
+
+def _state_from_elsewhere() -> tuple[str, int, bool, set[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradientflow.runtime").addHandler(handler)
+    loop = Loop("attach", recipe="lazy-ring")
+    for number in range(4):
+        loop.step(number)
+    state = loop.flow.state_dict() | {"recipe": "auto"}
+    loop.flow.close()
+    links._connection = _no_route
+    loop = Loop("attach", recipe="auto", deadline_s=30.0)
+    loop.flow.load_state_dict(state)
+    for number in range(8):
+        loop.step(number)
+    found = "".join(said), loop.flow.step, loop.flow.is_trying, {each.pattern for each in loop.flow.plan.messages}
+    loop.flow.close()
+    return found
 
 
 def _without_connections(how: str) -> tuple[str, tuple[str, ...], bool]:

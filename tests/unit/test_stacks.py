@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
-from gradientflow.exchange.stacks import Line, parse, stacks
+import pytest
+
+from gradientflow.exchange.stacks import Line, Stacks, as_written, parse, stacks
 
 LIMIT_S = 20.0
 
@@ -69,3 +72,18 @@ def test_names_that_look_like_something_else() -> None:
     assert parse("").of == {} and parse("").whole
     assert not parse("Thread 0x1 (most recent call first):\n  ...\n").whole
     assert not parse("...\n").whole
+
+
+def test_a_python_that_was_built_for_an_older_libc_has_stacks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    test_one_s_own_stack_is_among_them()
+
+
+def test_paths_are_known_as_they_are_written() -> None:
+    """`faulthandler` writes no letters but ASCII's."""
+    path = "/home/jürgen/Ω/𝄞/a.py"
+    source = compile("def here(look): return look()", path, "exec")
+    names: dict[str, Callable[[Callable[[], Stacks]], Stacks]] = {}
+    exec(source, names)
+    own = names["here"](stacks).of[threading.get_ident()]
+    assert as_written(path) in [line.path for line in own]

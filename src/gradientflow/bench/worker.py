@@ -4,7 +4,7 @@
 
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
 machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first,
-uncounted step (with a gate, of a second) to the end of the last, on the slowest rank; what a method has put off then is
+uncounted step (with a gate, of a third) to the end of the last, on the slowest rank; what a method has put off then is
 finished before the next block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is
 measured before, with one method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and
 the findings to the file the specification names.
@@ -231,9 +231,11 @@ class Bakeoff:
 
         To a flow, steps of other methods are steps that it skipped, and ranks compare notes about them through the
         store when its next step is concluded. With a gate that is in the forward pass of the step after, where it takes
-        75 to 110 ms while gradients of four workers fill links of 1 Gbit/s."""
+        75 to 110 ms while gradients of four workers fill links of 1 Gbit/s, on some ranks more than on others. These
+        begin the next step up to 45 ms apart, and are together again at its end: who had waited counted as slow."""
         self._iterate(model)
         if isinstance(model, DistributedDataParallel) and model.flow.gated:
+            self._iterate(model)
             self._iterate(model)
 
     def _finish(self, model: nn.Module) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradientflow.compress import Answer, Conversation, Gather, Question, Swap, alone
+from gradientflow.documents import Record
 from gradientflow.errors import DeadlineError, DisagreementError, TrainingError, UsageError
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.health import LOOK_S, Health, Process
@@ -50,6 +51,13 @@ class Moment(IntEnum):
     TRAINING = 1
     EVALUATION = 2
     JOIN = 3
+
+
+class _Hello(Record):
+    """What ranks tell each other first."""
+
+    process: Process
+    ways: str
 
 
 class Stamp(NamedTuple):
@@ -138,10 +146,18 @@ class Exchange:
     def _meet(self, previous: Exchange | None) -> None:
         self.health.announce()
         purpose = "meet the other ranks again after a failure" if previous else "meet the other ranks"
-        texts = self.control.gather(Process.this().model_dump_json(), purpose)
+        own = _Hello(process=Process.this(), ways=self._ways())
+        hellos = [_Hello.model_validate_json(text) for text in self.control.gather(own.model_dump_json(), purpose)]
         if previous:
             previous._num_meetings += 1
-        processes = [Process.model_validate_json(text) for text in texts]
+        # What is to be connected follows from it, so whoever is told otherwise would be waited for in vain.
+        for name, hello in zip(self.members, hellos, strict=True):
+            if hello.ways != hellos[0].ways:
+                raise DisagreementError(
+                    f"rank {self.members[0]} exchanges by {hellos[0].ways} and rank {name} by {hello.ways}: recipes, "
+                    "devices or GRADIENTFLOW* in the environment differ; all ranks need the same"
+                )
+        processes = [hello.process for hello in hellos]
         here = sum(process.host == processes[self.rank].host for process in processes)
         #: How likely it is that a processor's time is missing elsewhere: ranks of this machine for each of its cores.
         self.crowding = min(1.0, here / (os.cpu_count() or 1))
@@ -159,6 +175,13 @@ class Exchange:
             # A rank that is connected and fails next would break the connections that others are still making, and
             # they would report its failure instead of their own.
             self.control.gather("", "wait until all ranks are connected")
+
+    def _ways(self) -> str:
+        """What it will have connections for, in words."""
+        if self._wanted:
+            return f"servers, {self._wanted.num_spare} of them on hosts of their own"
+        beside = f" and connections of our own for {', '.join(self.patterns)}" if self.patterns else ""
+        return f"{'MPI' if self._over_mpi else self.backend} on {self.num_lanes} lanes{beside}"
 
     def _connected(self) -> Groups:
         # Gloo's own time limit is a backstop: our waits end earlier, and with names.

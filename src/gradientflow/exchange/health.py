@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gradientflow.documents import Record, parse_json
 from gradientflow.errors import DeadlineError, PeerError
-from gradientflow.exchange.stacks import Line, Stacks, stacks
+from gradientflow.exchange.stacks import Line, Stacks, as_written, stacks
 from gradientflow.exchange.verdict import (
     CUT_OFF_S,
     SILENT_S,
@@ -307,7 +307,8 @@ class Health:
 
     def _round(self) -> None:
         self._beat += 1
-        self._look_at_the_stacks()
+        with contextlib.suppress(Exception):  # what a diagnosis runs into must not make this rank look dead
+            self._look_at_the_stacks()
         try:
             began_s = time.monotonic()
             self._store.set(str(self._rank), self._compose().model_dump_json())
@@ -450,9 +451,9 @@ def _line_of_the_user(lines: Sequence[Line]) -> str:
     return ""
 
 
-_HERE = os.path.dirname(os.path.dirname(__file__))
-_TORCH = os.path.dirname(os.path.dirname(dist.__file__))
-_STDLIB = os.path.dirname(os.__file__)
+_HERE = as_written(os.path.dirname(os.path.dirname(__file__)))
+_TORCH = as_written(os.path.dirname(os.path.dirname(dist.__file__)))
+_STDLIB = as_written(os.path.dirname(os.__file__))
 
 
 # - Processes

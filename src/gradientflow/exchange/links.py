@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from gradientflow.documents import Record
-from gradientflow.errors import DeadlineError
+from gradientflow.errors import DeadlineError, TrainingError
 from gradientflow.exchange.callers import Callers
 from gradientflow.exchange.control import Control
 from gradientflow.exchange.health import LOOK_S
@@ -176,10 +176,10 @@ class Links:
             own = own.model_copy(update={"trouble": str(error)})
         try:
             texts = control.gather(own.model_dump_json(), "learn the other ranks' addresses")
+            self._endpoints = [Endpoint.model_validate_json(text) for text in texts]
         except BaseException:
             self._server.close()
             raise
-        self._endpoints = [Endpoint.model_validate_json(text) for text in texts]
 
     @classmethod
     def none(cls) -> Links:
@@ -197,6 +197,11 @@ class Links:
         """Have connections with `peers`, who name this rank as well."""
         try:
             with self._server:
+                own = self._endpoints[self._rank]
+                if own.trouble:  # of this rank alone: others may go on without it
+                    raise TrainingError(
+                        f"rank {self._name} cannot listen at {own.address} ({own.trouble}): {_INTERFACE}"
+                    )
                 self._check_that_all_listen()
                 self._meet(peers, num_lanes)
                 # Before that, others may still be calling.
@@ -213,8 +218,8 @@ class Links:
                 try:
                     self._check_that_all_listen()
                     self._meet(peers, num_lanes)
-                except Unreachable as error:
-                    own = str(error)
+                except (Unreachable, OSError) as error:
+                    own = str(error) or type(error).__name__
                 told = self._control.gather(own, "connect to the other ranks")
         except BaseException:
             self.close()

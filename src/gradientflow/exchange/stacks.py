@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import sys
 import tempfile
 from typing import BinaryIO, NamedTuple
 
@@ -62,8 +61,17 @@ def parse(text: str) -> Stacks:
     return Stacks({thread: tuple(lines) for thread, lines in found.items()}, whole=not _CUT.search(text))
 
 
+def as_written(path: str) -> str:
+    r"""As paths are in `Line`s.
+
+    >>> print(as_written("/home/jürgen"))
+    /home/j\xfcrgen
+    """
+    return path.encode("ascii", "backslashreplace").decode()
+
+
 def _unnamed_file() -> BinaryIO:
     """Not a pipe: who fills one up waits for somebody to read it, and nobody can run meanwhile."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):  # not in every Python on Linux: some are built for an older libc
         return open(os.memfd_create("stacks"), "w+b")
     return tempfile.TemporaryFile()

@@ -233,12 +233,14 @@ def open_flow(
             return _open_elastic(model, optimizer, chosen, process_group, options, settings, profile, gate, deadline_s)
         raise UsageError(f"{ELASTIC_ENV}=1: workers cannot come and go with {SWITCH_ENV}=off")
     group = _group(process_group)
-    gated = _may_gate(gate, chosen, model, optimizer, options, dist.get_world_size(group))
+    if gate is None and options.forward_is_told and recipe is None and not settings.recipe:
+        gate = False  # a wrapper in DDP's place, of which nothing else was asked
+    gated = settings.on and _may_gate(gate, chosen, model, optimizer, options, dist.get_world_size(group))
     options = dataclasses.replace(options, gate=gated, gradients_are_views=options.gradients_are_views or gated)
     mpi = chosen.over_mpi and settings.on
     servers = settings.servers(chosen.num_servers) if chosen.served and settings.on else None
     device = _device(model)
-    patterns = () if chosen.tunes and device.type != "cpu" else chosen.patterns
+    patterns = () if not settings.on or (chosen.tunes and device.type != "cpu") else chosen.patterns
     ways = (patterns, settings.address, mpi, chosen.mesh, servers, not chosen.tunes)
     exchange = Exchange(group, device, chosen.lanes, deadline_s, *ways)
     try:

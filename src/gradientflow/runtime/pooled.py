@@ -18,7 +18,7 @@ from gradientflow.exchange import Exchange
 from gradientflow.patterns import scatter_of
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile, TensorProfile
-from gradientflow.recipe import Recipe
+from gradientflow.recipe import DEFAULT, Recipe, as_recipe
 from gradientflow.rundir import RunDirectory
 from gradientflow.runtime.comm_hooks import CommHook, HookPump
 from gradientflow.runtime.compression import Compression
@@ -184,13 +184,19 @@ class PooledFlow(GradientFlow):
             self._regrouped_at = self._verified_at = self._step
             return
         if isinstance(state, Mapping) and state.get("recipe") == str(self.recipe) and "plan" in state:
-            plan = self._as_here(parse_json(Plan, state["plan"], "the saved plan"))
+            saved = parse_json(Plan, state["plan"], "the saved plan")
+            if self.recipe.tunes and (strange := self._strange_ways(saved)):
+                # It won where ranks reached each other by connections of our own: chosen anew where they do not.
+                if self._exchange.rank == 0:
+                    _log.warning("the saved plan goes by %s, which there is not here: auto chooses anew", min(strange))
+            else:
+                plan = self._as_here(saved)
             if "rivals" in state and self._weighs_by_trial:
                 trying = tuple(
                     each.model_copy(update={"plan": self._as_here(each.plan)})
                     for each in read_field(state["rivals"], "the saved plans that were to be tried")
                 )
-            same = describe_plan(plan) | {f"rival {n}": each.plan.digest for n, each in enumerate(trying)}
+            same = describe_plan(saved) | {f"rival {n}": each.plan.digest for n, each in enumerate(trying)}
             compare(self._exchange.control, same)
         super().load_state_dict(state)
         if self._compression and RANKS in state:
@@ -221,11 +227,14 @@ class PooledFlow(GradientFlow):
             plan.check(self.profile())
         except ValueError as error:
             raise UsageError(f"the state was saved for another model: {error}") from None
-        known = {NATIVE, *self._exchange.patterns}
-        goes_by = {message.pattern for message in plan.messages} - {NATIVE}
-        if unknown := {scatter_of(name) if plan.gathers else name for name in goes_by} - known:
-            raise UsageError(f"the saved plan goes by {min(unknown)!r:.40}, which '{self.recipe}' does not")
+        if strange := self._strange_ways(plan):
+            raise UsageError(f"the saved plan goes by {min(strange)!r:.40}, which '{self.recipe}' does not")
         return plan
+
+    def _strange_ways(self, plan: Plan) -> set[str]:
+        """Patterns that messages cannot be carried by here."""
+        goes_by = {message.pattern for message in plan.messages} - {NATIVE}
+        return {scatter_of(name) if plan.gathers else name for name in goes_by} - {*self._exchange.patterns}
 
     def _let_go(self) -> None:
         if self._gate is not None:
@@ -260,12 +269,27 @@ class PooledFlow(GradientFlow):
             raise UsageError(
                 f"recipe '{self.recipe}' has a codec, which a comm hook would replace: leave one of them out"
             )
+        self._keep_tensors_whole()
         self.synchronize()
         self._comm_hooks.append(hook)
         self._pump.close()
         self._build()
         self._install(self._next_plan or self._plan_now)
         self._next_plan = None
+
+    def _keep_tensors_whole(self) -> None:
+        """A hook gets whole gradients, and may remember things by a bucket's number: where plans are tried in turn, it
+        is the default's that stays."""
+        if self.recipe.tunes:
+            self.recipe = as_recipe(DEFAULT)
+            self._tuning, self._asked_early, self._cost = self._new_tuning(), False, None
+            guess = in_order_of_registration(self._model, self._options.ignored, self._parameters)
+            self._next_plan = self.recipe.plan(guess, self._exchange.num_lanes)
+            self._observing, self._num_observed = self._observes, 0
+        elif self.recipe.wants_gate:
+            raise UsageError(
+                f"recipe '{self.recipe}' cuts tensors, and a comm hook gets whole gradients: use lazy, merge or mg-wfbp"
+            )
 
     # - Building
 
@@ -702,7 +726,7 @@ class PooledFlow(GradientFlow):
             self.catch_up()
             return None
         assert isinstance(self._optimizers, OneOptimizer)
-        if len(args) > 1 or any(value is not None for value in kwargs.values()):
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             self._shut_gate("optimizer.step() was given a closure")
         elif not (self._plan_now.stages and self._optimizer_is_known):
             self.catch_up()

@@ -21,6 +21,8 @@ SIZES = tuple(2**power for power in range(12, 23, 2))
 SMALL = 256 * 1024
 LEAN = (NATIVE, "ring", "halving", "levels", *HALVES)
 REPEATS = 3
+#: Of those up to `SMALL`, which on busy processors take twice as long one time as another: plans follow from them.
+REPEATS_OF_SMALL = 9
 #: Steps in which a codec that is new may do otherwise than it will.
 SETTLING = 2
 #: Of the smallest size, which tells what a message takes of processors, whatever its bytes.
@@ -114,7 +116,8 @@ def _touch_s_per_byte(buffer: torch.Tensor) -> float:
 def _table(exchange: Exchange, pattern: str, buffer: torch.Tensor, step: int) -> CostTable:
     points = []
     for nbytes in (size for size in SIZES if pattern in LEAN or size <= SMALL):
-        times_s = [_once(exchange, pattern, buffer[: nbytes // 4], step) for _ in range(1 + REPEATS)]
+        repeats = REPEATS_OF_SMALL if nbytes <= SMALL else REPEATS
+        times_s = [_once(exchange, pattern, buffer[: nbytes // 4], step) for _ in range(1 + repeats)]
         points.append((nbytes, median(times_s[1:])))
     # Of all threads: what a lane or the backend's own threads take is missing where training computes, unless there
     # are cores to spare.

@@ -55,6 +55,9 @@ class Conditions:
     #: ... and each gradient when it is there, and each of its bytes.
     gather_s: float = 0.0
     gather_s_per_byte: float = 0.0
+    #: With a gate, what each tensor takes when the step is put off, and each stage when it is caught up with.
+    gate_s: float = 0.0
+    stage_s: float = 0.0
     #: Without a gate, each byte that has arrived, from where messages are to where gradients are.
     scatter_s_per_byte: float = 0.0
     #: Of all processors that workers share, what a core that every worker is on is, and of that what computing takes.
@@ -164,6 +167,8 @@ class Simulation:
                 yield from self._taking_back(step)
                 self._waited(kind, step, "", since_s)
                 yield _Busy(sum(self._update_s.values()))
+            else:
+                yield _Busy(self._conditions.gate_s * len(self._profile.tensors))
             yield _Busy(self._conditions.host_s * sum(nbytes > 0 for nbytes in self._nbytes))
             self._note(kind, "step", began_s, step)
             self._ends_s[kind].append(self._timeline.now_s)
@@ -175,6 +180,7 @@ class Simulation:
         began_s, pace = self._timeline.now_s, self._conditions.pace(step, kind)
         gated = self._gated and step > 0
         pending_s = busy_s = 0.0
+        stages = set[tuple[str, ...]]()
         for tensor in self._forward:
             if gated and not self._whole_arrived(step - 1, tensor.name):
                 yield _Busy(busy_s)
@@ -183,7 +189,10 @@ class Simulation:
                 yield partial(self._whole_arrived, step - 1, tensor.name)
                 self._waited(kind, step, tensor.name, since_s)
             pending_s += pace * tensor.forward_s
-            busy_s += self._update_s[tensor.name] if gated else 0.0
+            if gated:
+                stage = self._stage_of.get(tensor.name, (tensor.name,))
+                busy_s += self._update_s[tensor.name] + self._conditions.stage_s * (stage not in stages)
+                stages.add(stage)
         yield _Busy(busy_s)
         yield pending_s
         self._note(kind, "forward", began_s, step)

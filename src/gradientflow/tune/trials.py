@@ -34,6 +34,8 @@ FIRST_DROP, DROP = 1.3, 1.1
 MARGIN = 0.02
 #: After the race: seconds of so many steps, against those of the winner in it.
 WINDOW = 12
+#: Steps after the race within which its winner may be given up.
+PROBATION = 2 * WINDOW
 #: What lasts and differs by more than this factor is another network, or another model.
 DRIFT = 1.3
 #: Of all time, or of the first steps if they are not over yet: what trials may cost.
@@ -48,8 +50,10 @@ def midmean(seconds: Sequence[float]) -> float:
 
     >>> midmean([0.1, 0.3, 0.1, 0.3, 0.1, 0.3, 9.0, 0.1])
     0.2
+    >>> midmean([0.1, 0.2, 9.0])
+    0.2
     """
-    cut = len(seconds) // 4
+    cut = (len(seconds) + 1) // 4
     return mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
@@ -165,14 +169,14 @@ class Trials:
 
     @property
     def is_on_probation(self) -> bool:
-        """Whether it is too early to say if the winner pays (`does_not_pay`)."""
-        return bool(self.winner) and self.recent_s is None
+        """Whether the winner may yet be found not to pay (`does_not_pay`)."""
+        return bool(self.winner) and self._num_after <= PROBATION
 
     @property
     def does_not_pay(self) -> bool:
         """Whether the winner takes longer, now that it runs alone, than the first of the candidates took. Said soon
         after the race only: what comes later is drift, which would have met the other as well."""
-        if not self.winner or self.recent_s is None or self._num_after > 2 * WINDOW:
+        if not self.winner or self.recent_s is None or self._num_after > PROBATION:
             return False
         return self.recent_s > (1 + MARGIN) * self.found_s[0]
 
