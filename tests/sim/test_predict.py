@@ -17,7 +17,7 @@ from gradientflow.sim.clocks import steps_s
 from gradientflow.sim.cluster import Cluster, Collective, Measured, Overheads, Processors, Topology, Wire, names, read
 from gradientflow.sim.compared import compare_run
 from gradientflow.sim.costs import levels_cost, pattern_cost, wiring
-from gradientflow.sim.predict import HELD_UP, SLOWER, Varying, predict, simulate
+from gradientflow.sim.predict import GATE, HELD_UP, SLOWER, STAGE, Varying, plan_for, predict, simulate
 from gradientflow.sync import ASP, Sync
 
 RATE = 1e9  # bytes per second
@@ -262,6 +262,25 @@ def test_who_waits_for_a_straggler_is_told_so() -> None:
     assert next(iter(found.exposed_by.items())) == (SLOWER, pytest.approx(0.3))
     held_up = cluster(overheads=Overheads(gather_s=0.1))
     assert predict(BIG, Recipe.parse("wfbp"), held_up, 8).exposed_by[HELD_UP] == pytest.approx(0.3)
+
+
+def test_a_gate_takes_of_the_training_thread_for_each_tensor_and_stage() -> None:
+    """Where messages are free, that is all that the exchange takes."""
+    small, each_s = model(*[400] * 40, compute_s=1.0), 1e-4
+    overheads = Overheads(gather_s=each_s)
+    free = cluster(overheads=overheads, processors=Processors(cores=8, workers=8))
+    plain, gated = (simulate(small, Recipe.parse(recipe), free, 8) for recipe in ("wfbp", "flow"))
+    num_stages = len(plan_for(small, Recipe.parse("flow"), free, 8).stages)
+    assert plain[0].iteration_s == pytest.approx(1.0 + 40 * each_s, rel=1e-3)
+    assert gated[0].iteration_s == pytest.approx(1.0 + ((1 + GATE) * 40 + STAGE * num_stages) * each_s, rel=1e-3)
+
+
+def test_plans_are_made_of_what_the_runtime_sees() -> None:
+    """Gathering takes time in backward, so that gradients come later than they are computed."""
+    layers, slow = model(*[1_000_000] * 40, compute_s=0.1), Overheads(gather_s=5e-3)
+    many = cluster(overheads=slow, processors=Processors(cores=8, workers=8))
+    enough = cluster(overheads=slow)
+    assert plan_for(layers, Recipe.parse("merge"), many, 8) != plan_for(layers, Recipe.parse("merge"), enough, 8)
 
 
 # - The trace, and size
