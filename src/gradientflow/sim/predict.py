@@ -51,8 +51,8 @@ PRICED_NBYTES = tuple(2**power for power in range(12, 23, 2))
 #: Cut and reordered by the schedule itself.
 PIECEMEAL = frozenset({"bytescheduler"})
 #: What a gate takes of the training thread for each tensor, and for each stage beside updating bytes, in units of what
-#: gathering a gradient takes: that was 14 to 45 us in labs of four workers on two cores, where ResNet-50's 161 tensors in
-#: twelve stages took 8.5 ms a step more of the training thread than without a gate, and each stage 0.15 ms.
+#: gathering a gradient takes: that was 14 to 45 us in labs of four workers on two cores, where ResNet-50's 161 tensors
+#: in twelve stages took 8.5 ms a step more of the training thread than without a gate, and each stage 0.15 ms.
 GATE, STAGE = 1.0, 7.0
 #: Of an iteration, beside waiting for messages: computing of whoever is slower than the profile, ...
 SLOWER = "slower workers"
