@@ -24,6 +24,8 @@ from gradientflow.errors import DocumentError
 MAX_NBYTES = 256 * 2**20
 #: A plan of 10,000 tensors takes about 2 MB.
 MAX_DOCUMENT_NBYTES = 32 * 2**20
+#: Names within names of a TOML file: neither its reader nor what looks at the result has a limit of its own.
+MOST_DEEP = 100
 #: What is written by hand.
 MAX_TOML_NBYTES = 2**20
 
@@ -113,9 +115,11 @@ def parse_data(text: str, source: str, kind: Literal["JSON", "TOML"]) -> Any:
     {'recipe': 'lazy'}
     """
     try:
+        if kind == "TOML" and any(line.partition("=")[0].count(".") > MOST_DEEP for line in text.splitlines()):
+            raise RecursionError
         return json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except RecursionError:
-        raise DocumentError(f"{source}: expected {kind}; found brackets within brackets without end") from None
+        raise DocumentError(f"{source}: expected {kind}; found brackets or names within others without end") from None
     except ValueError as error:  # also of a number with thousands of digits
         raise DocumentError(f"{source}: expected {kind}; {error}") from None
 

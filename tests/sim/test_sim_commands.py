@@ -246,6 +246,7 @@ def test_exports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         (["sweep", "--recipe", "auto"], "gradientflow tune"),
         (["cluster", "--out", "all.toml"], "gradientflow cluster NAME --out all.toml"),
         (["sweep", "--workers", "many"], "write numbers"),
+        (["sweep", "--out", "rows.txt"], "ends in .csv"),
         (["compare", "nothing.txt"], "neither"),
     ],
 )

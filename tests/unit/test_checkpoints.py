@@ -131,6 +131,28 @@ def test_what_is_no_directory_is_said(tmp_path: Path) -> None:
             call()
 
 
+def test_directories_of_others_stay_whatever_they_are_called(tmp_path: Path) -> None:
+    for name in ("1", "2", "30"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("mine")
+    for step in range(4):
+        gf.save(tmp_path, step=step, keep=2)
+    assert sorted(os.listdir(tmp_path), key=int) == ["1", "2", "30", "33", "34"]
+    assert all((tmp_path / name / "thesis.txt").read_text() == "mine" for name in ("1", "2", "30"))
+
+
+def test_links_and_pipes_are_no_checkpoints(tmp_path: Path) -> None:
+    gf.save(tmp_path, step=1)
+    (tmp_path / "77").symlink_to("77")
+    assert gf.load(tmp_path)["step"] == 1
+    (tmp_path / "1" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "1" / "manifest.json")
+    with pytest.raises(DocumentError, match="is no file"):
+        gf.load(tmp_path)
+    with pytest.raises(DocumentError, match="checkpoints need one"):
+        gf.save(tmp_path / "77", step=1)
+
+
 def test_archives_are_not_unpacked(tmp_path: Path) -> None:
     from gradientflow.runtime.checkpoints import read_states
 

@@ -121,6 +121,16 @@ def test_what_has_no_size_is_not_read_for_ever(tmp_path: Path) -> None:
         gf.Recipe.read(tmp_path / "long.toml")
 
 
+@pytest.mark.parametrize("depth", [102, 3000, 20_000])
+def test_names_within_names_have_an_end(tmp_path: Path, depth: int) -> None:
+    for number, text in enumerate((f"recipe.{'.'.join('a' * depth)} = 1\n", f"[{'.'.join('a' * depth)}]\n")):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(f"version = 1\n{text}")
+        with pytest.raises(DocumentError, match="names within others") as caught:
+            gf.Recipe.read(path)
+        assert "\n" not in str(caught.value)
+
+
 def test_nothing_here_unpickles_or_evaluates() -> None:
     """What is loaded by torch is loaded as weights; and no other way of executing a file is there."""
     source = Path(gf.__file__).parent

@@ -97,6 +97,26 @@ def test_ctrl_c_ends_it_cleanly(
     assert "rank 1 computes" in out.out and not out.err
 
 
+def test_into_a_pipe_it_says_what_is_new(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[str] = []
+
+    def pause(seconds: float) -> None:
+        heard.append(capsys.readouterr().out)
+        if len(heard) == 2:
+            run.write_trace(trained(0, 0.04, num_steps=12))
+            run.write_trace(trained(1, 0.08, num_steps=12))
+        if len(heard) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", pause)
+    monkeypatch.setattr(sys, "argv", ["gradientflow", "watch", str(run.path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert ["step 7" in heard[0], "step 11" in heard[2], heard[1], heard[3]] == [True, True, "", ""]
+
+
 def test_scalars_go_to_tensorboard(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: list[tuple[str, float, int]] = []
     closed: list[bool] = []

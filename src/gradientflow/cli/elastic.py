@@ -157,7 +157,7 @@ def _look_after(
             elif num_done and not workers:
                 complain(f"worker {number} {_how(code)}; the others have come to the end")
             elif worker.num_restarts < max_restarts:
-                complain(f"worker {number} {_how(code)}: another one joins in its place")
+                complain(f"worker {number} of this launcher {_how(code)}: another one joins in its place")
                 workers[number] = _Worker(begin(), worker.num_restarts + 1)
             else:
                 lost.append(f"worker {number} {_how(code)}")

@@ -41,6 +41,8 @@ def sweep(
     if out is not None:
         check_writable(out)
     place = read(cluster)
+    if out is not None and out.suffix not in (".csv", ".html"):
+        raise UsageError(f"--out {out}: all figures go to a name that ends in .csv, who wins where to one in .html")
     profile, samples = read_workload(workload, place, device, 0, compute)
     chosen = [read_recipe(text) for text in recipe or RECIPES]
     worlds = _numbers(workers) or _worlds(place)

@@ -47,11 +47,16 @@ def watch(
         raise UsageError(f"{run} is no directory: give what `gradientflow run --out` was given")
     found = RunDirectory(run)
     with _scalars(tensorboard) as add, contextlib.suppress(KeyboardInterrupt):
-        drawn = -1
-        with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        console, drawn, said = Console(highlight=False), -1, None
+        live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        with live or contextlib.nullcontext():
             while True:
                 accounts = look(found)
-                live.update(screen(found, accounts), refresh=True)
+                if live:
+                    live.update(screen(found, accounts), refresh=True)
+                elif said != (said := max((one.last for one in accounts), default=-1)):  # a file, a pipe: what is new
+                    console.print(screen(found, accounts))
+                    console.file.flush()
                 drawn = draw(accounts, drawn, add)
                 time.sleep(PAUSE_S)
 

@@ -167,10 +167,10 @@ class Graph:
         if workers != list(range(len(workers))):
             raise UsageError(f"workers of a graph must be called 0, 1, 2 ..., not {workers[:8]}")
         if workers and not networkx.is_connected(cables):
-            parts = sorted(networkx.connected_components(cables), key=len)
-            apart = ", ".join(sorted(map(str, parts[0]))[:4])
+            parts = [sorted(map(str, part)) for part in networkx.connected_components(cables)]
+            one, other = (", ".join(part[:4]) for part in sorted(parts)[:2])
             raise UsageError(
-                f"the graph is in {len(parts)} parts ({apart} cannot be reached): add a cable between them"
+                f"the graph is in {len(parts)} parts (no way leads from {one} to {other}): add a cable between them"
             )
         self.world = len(workers)
         self._routes = cache(self._route)

@@ -165,7 +165,10 @@ def _sorted(flow: Flow | None, states: Mapping[str, Any], ranks: _Ranks) -> tupl
 
 
 def _begin(path: Path) -> str:
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise DocumentError(f"{path}: is no directory, and checkpoints need one: give another") from None
     _clear(path)
     name = f"{_PARTIAL}{max(_numbers(path), default=0) + 1}-{secrets.token_hex(4)}"
     (path / name).mkdir()
@@ -248,7 +251,8 @@ def _finish(path: Path, partial: Path, world: int, files: Mapping[str, File], ke
     os.rename(partial, path / str(number))
     _sync(path)
     with contextlib.suppress(OSError):  # what is new is there, whatever becomes of the old
-        for old in sorted(_numbers(path))[:-keep]:
+        # Of other directories that happen to be numbers none is ours to remove.
+        for old in sorted(each for each in _numbers(path) if (path / str(each) / MANIFEST).is_file())[:-keep]:
             # Away from its number first: one that is half removed must not look like one.
             going = path / f"{_REMOVED}{old}-{secrets.token_hex(4)}"
             os.rename(path / str(old), going)
@@ -307,7 +311,7 @@ def _chosen(path: Path, number: int | None) -> str:
 
 def _numbers(path: Path) -> list[int]:
     try:
-        names = [entry.name for entry in os.scandir(path) if entry.is_dir()]
+        names = [entry.name for entry in os.scandir(path) if _is_directory(entry)]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -315,7 +319,16 @@ def _numbers(path: Path) -> list[int]:
     return [int(name) for name in names if re.fullmatch("[1-9][0-9]{0,17}", name)]
 
 
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
 def _read_all(path: Path, rank: int, world: int) -> dict[str, Any]:
+    if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():  # a pipe would be waited for
+        raise DocumentError(f"{path / MANIFEST}: is no file")
     manifest = Manifest.read(path / MANIFEST)
     taken = taken_over(rank, world, manifest.world) or [0]
     own = [_read(path, f"rank-{each}.pt", manifest) for each in taken]

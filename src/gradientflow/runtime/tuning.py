@@ -100,7 +100,9 @@ class Tuning:
 
     def remember(self, race: Race) -> None:
         """One that was over when the state was saved from which this flow goes on."""
-        self.notes = self.notes.model_copy(update={"races": (race,)})
+        # What earlier ones cost, and what went before, is not in the state.
+        since_s = race.end * race.winner.measured_s
+        self.notes = self.notes.model_copy(update={"races": (race,), "lost_s": race.lost_s, "elapsed_s": since_s})
         self._note(self.notes)
 
     def know(self, notes: Notes) -> None:

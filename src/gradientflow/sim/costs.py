@@ -81,7 +81,10 @@ def wiring(cluster: Cluster, world: int) -> Wiring:
             _whole(cluster, world, n**levels)
             return BCube(n=n, levels=levels, alpha_s=line.alpha_s, beta_s_per_byte=line.beta_s_per_byte)
         case "graph":
-            found = cabled(settings.cables, line)
+            try:
+                found = cabled(settings.cables, line)
+            except UsageError as error:
+                raise UsageError(f"cluster {cluster.name}: {error}") from None
             _whole(cluster, world, found.world)
             return found
         case _:

@@ -91,7 +91,10 @@ def rank(
         raise UsageError("the workload has no tensors: there is nothing to exchange")
     here = on_its_merits(cluster)
     search = _Search(profile, here, world, lossy, whole)
-    num_spare = round(cluster.servers.spare_per_host * here.check_world(world)) if spare is None else spare
+    hosts = here.check_world(world)
+    num_spare = round(cluster.servers.spare_per_host * hosts) if spare is None else spare
+    if hosts == 1 and here.servers.local_s_per_byte:
+        num_spare = 0  # one host's workers add up by themselves
     for exchange in exchanges or EXCHANGES:
         if not exchanges and search.on_gpus and exchange not in ON_GPUS:
             search.left_out[exchange] = "on CPUs only"
