@@ -479,7 +479,7 @@ def _state_from_elsewhere() -> tuple[str, int, bool, set[str]]:
     state = loop.flow.state_dict() | {"recipe": "auto"}
     loop.flow.close()
     links._connection = _no_route
-    loop = Loop("attach", recipe="auto", deadline_s=30.0)
+    loop = Loop("attach", recipe="auto", deadline_s=12.0)
     loop.flow.load_state_dict(state)
     for number in range(8):
         loop.step(number)
@@ -498,7 +498,7 @@ def _without_connections(how: str) -> tuple[str, tuple[str, ...], bool]:
         links._connection = _no_route
     if dist.get_rank() == 1 and how == "no address":
         links.family_of = lambda address: socket.AF_INET6
-    loop = Loop("attach", recipe="auto", deadline_s=30.0)
+    loop = Loop("attach", recipe="auto", deadline_s=12.0)
     for number in range(70):
         loop.step(number)
     found = "".join(said), loop.flow._exchange.patterns, loop.flow.is_trying
