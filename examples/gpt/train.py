@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--clip", type=float, default=1.0)
-    parser.add_argument("--recipe", help="how gradients travel; lazy unless said here or by `gradientflow run`")
+    parser.add_argument("--recipe", help="how gradients travel; auto unless said here or by `gradientflow run`")
     parser.add_argument("--stock", action="store_true", help="torch's own DistributedDataParallel")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="of stock DDP")
     parser.add_argument("--no-autocast", action="store_true")

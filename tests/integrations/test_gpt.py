@@ -35,8 +35,9 @@ def test_four_workers_have_the_loss_curve_of_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(4 * LIMIT_S)
-@pytest.mark.parametrize("recipe", ["lazy+topk:10%"])
+@pytest.mark.parametrize("recipe", ["lazy+topk:10%:always"])
 def test_a_job_that_goes_on_from_its_checkpoint_has_the_same_curve(recipe: str, tmp_path: Path) -> None:
+    """Where the codec always runs: whether it pays goes by the clock, and two jobs may find otherwise."""
     whole = losses(tmp_path, "whole", 2, "--recipe", recipe)
     checkpoint = ("--recipe", recipe, "--checkpoint", str(tmp_path / "gpt"))
     half = losses(tmp_path, "half", 2, *checkpoint, "--stop", "15")
