@@ -443,6 +443,20 @@ def _cannot_be_reached() -> tuple[str, tuple[int, ...], float] | None:
     return told(lambda: Loop("attach", recipe="wfbp-ring", process_group=group, deadline_s=60.0), gf.TrainingError)
 
 
+def test_a_rank_that_cannot_listen_fails_by_itself_and_the_others_for_its_sake() -> None:
+    (others, their_type), (own, own_type) = run_ranks(2, _cannot_listen)
+    assert "rank 1 cannot listen at 127.0.0.1" in others and "rank 1 cannot listen at 127.0.0.1" in own
+    assert issubclass(their_type, gf.DeadlineError) and own_type is gf.TrainingError
+
+
+def _cannot_listen() -> tuple[str, type[BaseException]]:
+    if dist.get_rank() == 1:
+        links.family_of = lambda address: socket.AF_INET6
+    with pytest.raises(gf.TrainingError) as caught:
+        Loop("attach", recipe="wfbp-ring", deadline_s=12.0)
+    return str(caught.value), caught.type
+
+
 @pytest.mark.parametrize("how", ["no route", "no address"])
 def test_auto_does_without_connections_that_cannot_be_made(how: str) -> None:
     for rank, (said, patterns, is_trying) in enumerate(run_ranks(3, _without_connections, how)):

@@ -197,11 +197,8 @@ class Links:
         """Have connections with `peers`, who name this rank as well."""
         try:
             with self._server:
-                own = self._endpoints[self._rank]
-                if own.trouble:  # of this rank alone: others may go on without it
-                    raise TrainingError(
-                        f"rank {self._name} cannot listen at {own.address} ({own.trouble}): {_INTERFACE}"
-                    )
+                if self._endpoints[self._rank].trouble:  # of this rank alone: others may go on without it
+                    raise TrainingError(self._why_not(self._rank))
                 self._check_that_all_listen()
                 self._meet(peers, num_lanes)
                 # Before that, others may still be calling.
@@ -233,8 +230,11 @@ class Links:
     def _check_that_all_listen(self) -> None:
         for peer, endpoint in enumerate(self._endpoints):
             if endpoint.trouble:
-                name, where = self._control.members[peer], f"{endpoint.address} ({endpoint.trouble})"
-                raise Unreachable(f"rank {name} cannot listen at {where}: {_INTERFACE}", (name,))
+                raise Unreachable(self._why_not(peer), (self._control.members[peer],))
+
+    def _why_not(self, peer: int) -> str:
+        there = self._endpoints[peer]
+        return f"rank {self._control.members[peer]} cannot listen at {there.address} ({there.trouble}): {_INTERFACE}"
 
     def _meet(self, peers: Collection[int], num_lanes: int) -> None:
         for peer in sorted(peer for peer in peers if peer > self._rank):
