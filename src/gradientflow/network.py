@@ -10,6 +10,8 @@ from gradientflow.documents import Document, Record
 
 #: Before the name of a pattern, its all-reduce as an operation.
 BY_PATTERN = "all_reduce by "
+#: Samples, so few that less than two of them lie beyond p10 or p90.
+FEW = 20
 
 
 class Sample(Record):
@@ -20,6 +22,19 @@ class Sample(Record):
     p10_s: float = Field(gt=0.0, allow_inf_nan=False)
     p90_s: float = Field(gt=0.0, allow_inf_nan=False)
     num_samples: int = Field(default=1, ge=1)
+
+    @property
+    def mean_s(self) -> float:
+        """What many messages take, each: by Swanson's rule, so what is rarer than one in ten does not count; of few
+        samples, the median. On busy processors a small message takes 1.3 or 6 ms by turns, and a hundred of them do not
+        take a hundred times as long as the middle one.
+
+        >>> Sample(nbytes=4, median_s=2.0, p10_s=1.0, p90_s=6.0, num_samples=20).mean_s
+        2.9
+        """
+        if self.num_samples < FEW:
+            return self.median_s
+        return 0.3 * self.p10_s + 0.4 * self.median_s + 0.3 * self.p90_s
 
 
 class Measurement(Record):
@@ -52,7 +67,7 @@ class Measurement(Record):
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
         """(nbytes, seconds), as a cost table takes them."""
-        return tuple((sample.nbytes, sample.median_s) for sample in self.samples)
+        return tuple((sample.nbytes, sample.mean_s) for sample in self.samples)
 
 
 class Encoding(Record):

@@ -281,11 +281,19 @@ class Recipe(Record):
         return self.schedule.name in FOR_A_GATE or self.tunes
 
     def plan(
-        self, profile: Profile, num_lanes: int, cost: Cost | None = None, *, gated: bool = False, whole: bool = False
+        self,
+        profile: Profile,
+        num_lanes: int,
+        cost: Cost | None = None,
+        *,
+        gated: bool = False,
+        whole: bool = False,
+        words: bool = True,
     ) -> Plan:
         """The schedule's plan for `profile`, dealt over lanes. One that needs to know costs is `lazy` until they are
         known. With a gate it says what that waits for; if steps are `whole`, because something looks at all gradients
-        before each of them, it waits for everything all the same."""
+        before each of them, it waits for everything all the same. `words=False` is for those who compare plans, and
+        look only at what they do."""
         compute_s = profile.forward_s + profile.backward_s
         num_stages = max(4, min(NUM_STAGES, int(compute_s / 100 / STAGE_S)))
         stages = even_stages(profile, num_stages) if gated else ()
@@ -300,7 +308,7 @@ class Recipe(Record):
                 update={"schedule": f"{self.schedule.name}, not yet priced"}
             )
         else:
-            terms = Terms(cost, num_lanes, gated, whole, stages)
+            terms = Terms(cost, num_lanes, gated, whole, stages, words)
             plan = PRICED[self.schedule.name](profile, self.schedule.argument, terms)
         plan = self._carried(plan.on_lanes(num_lanes), profile, cost).model_copy(update={"stages": stages})
         plan.check(profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradientflow as gf
 from gradientflow.cost.table import Paying
-from gradientflow.tune import candidates, memory
+from gradientflow.runtime import tuning
+from gradientflow.tune import candidates, memory, trials
 from gradientflow.tune.explain import Situation
 from helpers import run_ranks
-from models import build, loss_of
+from models import build, loss_of, pay_for_any_race
 
 STEPS = 62
 
@@ -28,6 +30,7 @@ def train(
     name: str, optimizer: str, dtype: torch.dtype, recipe: str, clip: bool
 ) -> tuple[list[torch.Tensor], str, int]:
     """Weights after every step, what was chosen, and how many plans have run."""
+    pay_for_any_race()
     rank = dist.get_rank()
     model = build(name, dtype, seed=0)
     kinds = {
@@ -86,6 +89,7 @@ def train_with_memory(cache: Path, steps: int, tolerance: float) -> Recalled:
     """On a cache directory, with a check that always or never holds: no test is to depend on seconds."""
     os.environ |= {"XDG_CACHE_HOME": str(cache), "GRADIENTFLOW_CACHE": "on"}
     memory.TOLERANCE = tolerance
+    pay_for_any_race()
     heard = Heard()
     logging.getLogger("gradientflow").addHandler(heard)
     rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
@@ -147,7 +151,8 @@ def test_what_has_won_is_recalled_and_checked(tmp_path: Path) -> None:
 def resume(among_gates: bool) -> tuple[int, str, str]:
     """From a state of the middle of a race, with a gated plan at its turn, or of its end. Returns how many races there
     were afterwards, and what is said."""
-    candidates.SCHEDULES, candidates.MOST = ("lazy",), 12
+    pay_for_any_race()
+    candidates.QUICK, candidates.HOPELESS, tuning.MOST = ("lazy",), math.inf, 12
     rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -183,10 +188,36 @@ def test_a_race_that_was_over_is_told_of() -> None:
         assert not races and f"chosen: {winner}" in words
 
 
+def train_without_a_budget() -> tuple[str, bool, tuple[str, ...], bool]:
+    """As if steps took no time, and soon did. What is said then, whether a state is for good; which recipes raced when
+    one may cost anything, and whether it was put off still."""
+    trials.SHARE = 1e-6
+    trials.Budget.affordable_at = lambda *given: 0
+    rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gf.attach(model, optimizer, "auto") as flow:
+        for step in range(tuning.PATIENCE + 70):
+            if step == 10:
+                words, settled = flow.explain(), flow.state_dict()["settled"]
+                pay_for_any_race()
+            optimizer.zero_grad()
+            loss_of(model, "mlp", rank, step, torch.float32).backward()
+            optimizer.step()
+        notes = flow._situation().notes
+        return words, settled, tuple(map(str, notes.races[0].tried)), bool(notes.doing)
+
+
+def test_a_race_that_cannot_be_paid_for_waits() -> None:
+    for words, settled, tried, is_put_off in run_ranks(2, train_without_a_budget):
+        assert "auto is waiting for step 103" in words and not settled
+        assert len(tried) > 2 and tried[0] == "lazy" and not is_put_off
+
+
 def train_lossy(margin: float) -> tuple[torch.Tensor, list[bool], int, str]:
     """With a codec that pays always, or never. Returns weights, which messages go as they are, how often the guard
     looked, and what was said."""
     Paying.MARGIN = margin
+    pay_for_any_race()
     rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     with gf.attach(model, optimizer, "auto", allow="lossy") as flow:

@@ -24,7 +24,7 @@ from gradientflow.integrations.dcp import saved_flow
 from gradientflow.runtime import tuning
 from gradientflow.runtime.states import Kept
 from helpers import kept, run_ranks
-from models import Blocks, batch
+from models import Blocks, batch, pay_for_any_race
 
 STEPS = 9
 
@@ -200,6 +200,7 @@ def test_three_ranks_and_codecs_that_cut_by_rank(tmp_path: Path) -> None:
 
 def race(directory: str) -> tuple[bool, bool]:
     """Whether plans race again after a checkpoint in the middle of a race, and not after it."""
+    pay_for_any_race()
     tuning.PLANS = tuning.PLANS._replace(rounds=1)  # so that it is over after some twenty steps
     pins = []
     for stop in (6, 24):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradientflow.cost import Cost, CostTable, Line, evaluate, limit_s, ring_all_reduce
 from gradientflow.cost.evaluate import Job, Moments, even_stages, seconds_of_each, startup_and_wire_s
+from gradientflow.cost.table import Best, Encoded, Memo, Paying
 from gradientflow.lab.models import MODELS
 from gradientflow.lab.workloads import workload
 from gradientflow.plan import Message, Plan, Slice
@@ -76,7 +77,14 @@ def test_moments_agree_with_the_evaluator(
     assert found_s == pytest.approx(evaluate(profile, plan, cost, gated=gated, stages=groups).iteration_s)
 
 
-@given(cost=costs(), sizes=st.lists(st.integers(0, 10_000), min_size=1))
+@st.composite
+def chosen_costs(draw: st.DrawFn) -> Cost:
+    """Of several, message by message."""
+    one, other, third = Memo(Encoded(draw(costs()), draw(TIMES))), draw(costs()), draw(costs())
+    return draw(st.sampled_from([one, Best({"one": one, "other": other, "third": third}), Paying(one, other, third)]))
+
+
+@given(cost=costs() | chosen_costs(), sizes=st.lists(st.integers(0, 10_000), min_size=1))
 def test_seconds_of_each_are_the_costs_own(cost: Cost, sizes: list[int]) -> None:
     expected = [cost.seconds(size) if size else 0.0 for size in sizes]
     assert seconds_of_each(cost, np.array(sizes, dtype=np.float64)).tolist() == pytest.approx(expected)

@@ -170,6 +170,25 @@ def test_gradients_are_the_same_in_each_step_and_differ_by_seed(fill: Fill) -> N
     assert all(0.0 < gradient.abs().max() < 0.1 for gradient in first)
 
 
+def test_a_model_beside_another_shares_its_memory_and_nothing_else() -> None:
+    one = Replay(SMALL, seed=1, fill="once")
+    other = Replay(SMALL, seed=2, fill="once", beside=one)
+    heard: list[str] = []
+    for model, name in ((one, "one"), (other, "other")):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda gradient, name=name: heard.append(name))
+    one().backward()
+    first, addresses = gradients(one), [parameter.grad.data_ptr() for parameter in one.parameters()]
+    assert set(heard) == {"one"} and all(parameter.grad is None for parameter in other.parameters())
+    one.zero_grad()
+    heard.clear()
+    other().backward()
+    assert same(gradients(other), first) and set(heard) == {"other"}
+    assert [parameter.grad.data_ptr() for parameter in other.parameters()] == addresses
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert all(parameter.any() for parameter in one.parameters()), "weights are the same memory"
+
+
 WRITES = {
     "clipping": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-6),
     "one tensor at a time": lambda model: [parameter.grad.zero_() for parameter in model.parameters()],

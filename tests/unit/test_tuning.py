@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,12 @@ from gradientflow.cost.table import Best, Line, Paying
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import as_recipe
+from gradientflow.runtime.pricing import TooDear
 from gradientflow.runtime.tuning import ANEW, BACK, CODECS, NONE, PATIENCE, Tuning
 from gradientflow.trace import Recorder
-from gradientflow.tune.candidates import rivals
+from gradientflow.tune.candidates import MOST, Candidate, candidates, rivals
 from gradientflow.tune.notes import Notes
-from gradientflow.tune.trials import SHARE, WINDOW, longest
+from gradientflow.tune.trials import SHARE, WINDOW, Budget, longest
 
 #: Few tensors: plans of them are made quickly, and differ.
 PROFILE = Profile(tensors=tuple(
@@ -72,11 +74,12 @@ class Job:
         self._began_s = self.now_s
 
     def _race(self) -> None:
+        budget, began_s = self.tuning.budget(self.exchange, self.now_s / max(1, self.step)), self.now_s
         self.now_s += self._priced_s
         self.spent_s += self._priced_s
         self.num_races += 1
         self.tuning.begin(
-            self.exchange, 0, PROFILE, COST, self.step, self._priced_s, gated=False, whole=False
+            self.exchange, 0, PROFILE, COST, self.step, budget, began_s, gated=False, whole=False
         )  # fmt: skip
 
 
@@ -142,6 +145,43 @@ def test_drift_is_answered_and_what_runs_is_the_one_to_beat() -> None:
     assert race.why == "drift" and race.tried[0].recipe.startswith("merge"), "hysteresis: it has to be beaten"
     assert not race.winner.recipe.startswith("merge") and race.end - slow_from <= 50
     assert job.tuning.notes.lost_s <= SHARE * max(job.now_s, 1000 * 1.5) + 10
+
+
+def test_a_race_that_is_too_dear_is_put_off_until_it_is_not() -> None:
+    """Steps of 10 ms; timing messages would take a second and did take 50 ms."""
+    job = Job(lambda plan, step: 0.01)
+    job.now_s = 0.03
+    budget = job.tuning.budget(job.exchange, 0.01)
+    assert budget == Budget(may_s=pytest.approx(SHARE * 1000 * 0.01), step_s=0.01)
+    job.tuning.put_off(PROFILE, 2, budget, TooDear(1.0, spent_s=0.05), BEFORE)
+    job.step = BEFORE
+    assert job.tuning.is_put_off and job.tuning.is_on and not job.tuning.is_racing
+    assert job.tuning.plan_at(BEFORE).schedule == "lazy" and "waiting for step" in job.written[-1].doing
+    while not job.num_races:
+        job.run(1)
+        assert job.step < 20_000
+    assert job.step * 0.01 * SHARE >= 1.0 + 0.05, "by then it costs what it may"
+    job.run(100)
+    [race] = job.tuning.notes.races
+    assert not job.tuning.is_put_off and len(race.tried) > 1 and race.why == "start"
+
+
+def test_what_has_won_runs_on_where_another_race_is_too_dear() -> None:
+    job = Job(by_schedule(lazy=1.4, merge=1.0, flow=1.5))
+    job.run(300)
+    plan = job.tuning.plan_at(job.step)
+    job.tuning.put_off(PROFILE, 2, job.tuning.budget(job.exchange, 1.0), TooDear(1e3, spent_s=0.1), job.step)
+    assert job.tuning.plan_at(job.step) == plan and not job.tuning.is_put_off
+
+
+def test_where_time_is_short_few_plans_are_made() -> None:
+    def found(within_s: float) -> tuple[Candidate, ...]:
+        return candidates(PROFILE, 2, COST, gated=True, whole=False, within_s=within_s)
+
+    [default] = found(0.0)
+    assert default.recipe == "lazy"
+    assert found(math.inf)[0] == default and len(found(math.inf)) == 1 + MOST
+    assert len(candidates(PROFILE, 2, COST, gated=True, whole=False, most=1)) == 2
 
 
 def test_nobody_races_all_the_time() -> None:

@@ -1,7 +1,7 @@
 """The methods that can be put side by side: stock DDP and its hooks, and every recipe of ours.
 
-All of them wrap the same module, one wrapper each, share its optimizer, and take turns: a wrapper exchanges gradients
-only in backward passes that follow its own forward pass, and what it puts off it finishes before its turn ends.
+Each has a module and an optimizer of its own, and they take turns: what a wrapper puts off it finishes before its turn
+ends.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 A round runs a block of iterations of every method, in an order drawn anew each time, so a slow moment of the
 machine meets all methods alike, and ratios are taken within a round. A block's time runs from the end of a first,
-uncounted step (with a gate, of a third) to the end of the last, on the slowest rank; what a method has put off then is
-finished before the next block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is
-measured before, with one method at a time on the module. Rank 0 writes progress to stdout, a JSON object a line, and
-the findings to the file the specification names.
+uncounted step to the end of the last, on the slowest rank; what a method has put off then is finished before the next
+block. "compute", the optimizer on and the exchange off, is always among the methods. Memory is measured before, with
+one method at a time. Rank 0 writes progress to stdout, a JSON object a line, and the findings to the file the
+specification names.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from gradientflow.network import Network
 from gradientflow.probe import measure_network
 from gradientflow.processes import die_with_parent
 from gradientflow.profiles import Profile
+from gradientflow.runtime.flow import GradientFlow
 from gradientflow.runtime.pooled import OBSERVED_STEPS
 from gradientflow.runtime.settings import CACHE_ENV
 from gradientflow.trace import Span, Trace
@@ -112,15 +114,44 @@ class _Block(Record):
     busy_share: float
 
 
+class _Entrant(NamedTuple):
+    """A method on a module and an optimizer of its own: nobody's hooks run in another one's turn. All modules are on
+    the same memory."""
+
+    module: Replay
+    optimizer: torch.optim.Optimizer
+    #: Around the module.
+    model: nn.Module
+
+    @property
+    def flow(self) -> GradientFlow | None:
+        return self.model.flow if isinstance(self.model, DistributedDataParallel) else None
+
+    def iterate(self, clip_norm: float | None, phase: Phase = contextlib.nullcontext) -> None:
+        with phase("optimizer"):
+            self.optimizer.zero_grad()
+        with phase("forward"):
+            loss = self.model()
+        with phase("backward"):
+            loss.backward()
+        with phase("optimizer"):
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.module.parameters(), clip_norm)
+            self.optimizer.step()
+
+    def finish(self) -> None:
+        """What a method has put off it does in its own time: nobody's messages or updates are left to the next."""
+        if self.flow is not None:
+            self.flow.synchronize()
+
+
 class Bakeoff:
     def __init__(self, spec: Specification, tell: Callable[[Progress], None]) -> None:
         self._spec, self._tell = spec, tell
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._paces = Hindered(spec.conditions, spec.conditions.jitter, self._rank, self._world)
-        self._module = Replay(spec.profile, seed=self._rank, fill="once", jitter=self._paces)
-        # Of all optimizers the one that computes least: on the accelerator that this stands for, none takes long.
-        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3)
-        self._models: dict[str, nn.Module] = {}
+        self._memory = self._replay(None)
+        self._entrants: dict[str, _Entrant] = {}
         self._methods: dict[str, Method] = {}
         self._blocks: dict[str, list[_Block]] = {}
         self._peak_memory: dict[str, int] = {}
@@ -139,7 +170,8 @@ class Bakeoff:
             self._methods[name] = self._best_ddp(name) if without_number(name) == "ddp-best" else method(name)
             self._peak_memory[name] = 0 if self._spec.brief else self._memory_alone(self._methods[name])
         for name in names:
-            self._wrap(name)
+            self._enter(name, self._methods[name].wrap)
+            self._blocks[name] = []
             self._block(name, WARM_UP_ITERATIONS)
             for _ in range(MOST_TRIED // TRIED):
                 if self._is_trying(name):
@@ -162,49 +194,50 @@ class Bakeoff:
 
     # - Measuring
 
-    def _wrap(self, name: str) -> None:
-        self._models[name] = self._methods[name].wrap(self._module, self._optimizer)
-        self._blocks[name] = []
-        self._row_notes.setdefault(name, [])
+    def _replay(self, beside: Replay | None) -> Replay:
+        return Replay(self._spec.profile, seed=self._rank, fill="once", jitter=self._paces, beside=beside)
+
+    def _enter(self, name: str, wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module]) -> None:
+        module = self._replay(self._memory)
+        # Of all optimizers the one that computes least: on the accelerator that this stands for, none takes long.
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        self._entrants[name] = _Entrant(module, optimizer, wrap(module, optimizer))
 
     def _is_trying(self, name: str) -> bool:
         """As all ranks find alike."""
-        model = self._models[name]
-        return isinstance(model, DistributedDataParallel) and model.flow.is_trying
+        flow = self._entrants[name].flow
+        return flow is not None and flow.is_trying
 
-    def _unwrap(self, name: str) -> None:
-        model = self._models.pop(name)
+    def _leave(self, name: str) -> None:
+        model = self._entrants.pop(name).model
         if isinstance(model, DistributedDataParallel):
             model.close()
         del model
-        gc.collect()  # DDP's own hooks go when it goes, and it is part of a cycle
-        self._optimizer.zero_grad()
+        gc.collect()  # torch's DDP is part of a cycle, and its threads go when it goes
 
     def _memory_alone(self, found: Method) -> int:
-        """The most that a worker held in some iterations, nothing but this method on its module."""
+        """The most that a worker held in some iterations, with no other method there."""
         name = "memory"
-        self._methods[name] = found
         forget_peak_memory()
-        self._wrap(name)
+        self._enter(name, found.wrap)
         self._block(name, WARM_UP_ITERATIONS)
         most = peak_memory()
-        self._unwrap(name)
+        self._leave(name)
         return most
 
     def _block(self, name: str, iterations: int, number: int = 0) -> _Block:
         """number: of the round, in which all methods meet the same jitter and stragglers."""
         self._paces.restart(number)
-        self._disarm()
-        model = self._models[name]
+        entrant = self._entrants[name]
         dist.barrier()
         # From the end of a step to the end of a later one: what a method has put off at the end of the last iteration,
         # it had at the beginning of the first one too.
-        self._lead_in(model)
+        entrant.iterate(self._spec.conditions.clip_norm)
         start_s, before = time.perf_counter(), self._usage()
         for _ in range(iterations):
-            self._iterate(model)
+            entrant.iterate(self._spec.conditions.clip_norm)
         used, seconds = self._usage().since(before), time.perf_counter() - start_s
-        self._finish(model)
+        entrant.finish()
         slowest_s = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest_s, dist.ReduceOp.MAX)  # where nothing is exchanged, ranks are not in step
         return _Block(
@@ -214,41 +247,6 @@ class Bakeoff:
             busy_share=min(1.0, used.busy_s / used.total_s) if used.total_s else 0.0,
         )
 
-    def _iterate(self, model: nn.Module, phase: Phase = contextlib.nullcontext) -> None:
-        with phase("optimizer"):
-            self._optimizer.zero_grad()
-        with phase("forward"):
-            loss = model()
-        with phase("backward"):
-            loss.backward()
-        with phase("optimizer"):
-            if self._spec.conditions.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._module.parameters(), self._spec.conditions.clip_norm)
-            self._optimizer.step()
-
-    def _lead_in(self, model: nn.Module) -> None:
-        """Iterations that do not count.
-
-        To a flow, steps of other methods are steps that it skipped, and ranks compare notes about them through the
-        store when its next step is concluded. With a gate that is in the forward pass of the step after, where it takes
-        75 to 110 ms while gradients of four workers fill links of 1 Gbit/s, on some ranks more than on others. These
-        begin the next step up to 45 ms apart, and are together again at its end: who had waited counted as slow."""
-        self._iterate(model)
-        if isinstance(model, DistributedDataParallel) and model.flow.gated:
-            self._iterate(model)
-            self._iterate(model)
-
-    def _finish(self, model: nn.Module) -> None:
-        """What a method has put off it does in its own time: nobody's messages or updates are left to the next."""
-        if isinstance(model, DistributedDataParallel):
-            model.flow.synchronize()
-
-    def _disarm(self) -> None:
-        """No wrapper of ours exchanges until its own forward pass says so: it may be the turn of compute alone."""
-        for model in self._models.values():
-            if isinstance(model, DistributedDataParallel):
-                model.flow.exchanging = False
-
     def _usage(self) -> Usage:
         return usage(self._spec.interface)
 
@@ -257,18 +255,17 @@ class Bakeoff:
         seconds = {}
         for bucket_mb in BUCKETS_MB:
             pilot = f"pilot, {bucket_mb} MB"
-            self._methods[pilot] = stock_ddp(bucket_mb)
-            self._wrap(pilot)
+            self._enter(pilot, stock_ddp(bucket_mb).wrap)
             self._block(pilot, WARM_UP_ITERATIONS)
             seconds[bucket_mb] = [self._block(pilot, 2, number).seconds for number in range(PILOT_ROUNDS)]
-            self._unwrap(pilot)
+            self._leave(pilot)
         chosen_mb = fastest(seconds)
         self._row_notes[name] = [f"buckets of {chosen_mb} MB"]
         return stock_ddp(chosen_mb, name)
 
     def _agreed_enough(self, rounds: int) -> bool:
         """Rank 0 decides for all."""
-        widest = max(self._ratio(name, self._base()).half_width for name in self._models)
+        widest = max(self._ratio(name, self._base()).half_width for name in self._entrants)
         enough = [rounds >= MIN_ROUNDS and widest <= self._spec.precision]
         dist.broadcast_object_list(enough, src=0)
         total = rounds if enough[0] else max(MIN_ROUNDS, self._spec.max_rounds)
@@ -325,15 +322,19 @@ class Bakeoff:
             cpu_s=cpu_s,
             cpu_share=share,
             peak_memory_bytes=max(nbytes for _, nbytes in everyone),
-            notes=(*self._row_notes[name], *self._about_plan(name), *(["CPU-bound"] if share > CPU_BOUND else [])),
+            notes=(
+                *self._row_notes.get(name, ()),
+                *self._about_plan(name),
+                *(["CPU-bound"] if share > CPU_BOUND else []),
+            ),
         )
 
     def _about_plan(self, name: str) -> list[str]:
         """What was chosen, and how many messages its codec did not pay for."""
-        model = self._models[name]
-        if not isinstance(model, DistributedDataParallel):
+        flow = self._entrants[name].flow
+        if flow is None:
             return []
-        plan = model.flow.plan
+        plan = flow.plan
         num_dense = sum(message.dense for message in plan.messages)
         dense = [f"{num_dense} of {len(plan.messages)} messages without the codec"] if num_dense else []
         chosen = plan.why.splitlines()[0].removeprefix("auto ") if plan.why.startswith("auto chose ") else ""
@@ -348,19 +349,20 @@ class Bakeoff:
         """One more iteration, on every rank, with its messages where they can be seen. Collective."""
         watch, messages = self._methods[name].watch, list[Span]()
         if watch is not None:
-            self._unwrap(name)
-            self._models[name] = watch(self._module, messages)
+            self._leave(name)
+            self._enter(name, lambda module, optimizer: watch(module, messages))
             self._block(name, WARM_UP_ITERATIONS)
-        model = self._models[name]
-        self._disarm()
+        entrant = self._entrants[name]
         dist.barrier()
-        self._lead_in(model)
-        work, exposed = watched(lambda phase: self._iterate(model, phase), list(self._module.parameters()))
-        self._finish(model)
+        entrant.iterate(self._spec.conditions.clip_norm)
+        work, exposed = watched(
+            lambda phase: entrant.iterate(self._spec.conditions.clip_norm, phase), list(entrant.module.parameters())
+        )
+        entrant.finish()
         start_s, end_s = extent(work)
         waits = [exposed]
-        if isinstance(model, DistributedDataParallel):
-            trace = model.flow.trace()
+        if entrant.flow is not None:
+            trace = entrant.flow.trace()
             messages = trace.of_kind("message")
             waits = within([span for kind in NOTED_BY_FLOWS for span in trace.of_kind(kind)], start_s, end_s)
         on_the_wire = [span for span in messages if span.end_s > start_s and span.start_s < end_s]

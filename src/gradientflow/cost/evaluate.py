@@ -33,7 +33,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from gradientflow.cost.table import Cost, CostTable, Least, Line, Steps
+from gradientflow.cost.table import Best, Cost, CostTable, Encoded, Least, Line, Memo, Paying, Steps
 from gradientflow.documents import Record
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile, TensorProfile
@@ -198,8 +198,10 @@ def _arrivals(profile: Profile, plan: Plan, carried: Sequence[Timing]) -> dict[s
 
 
 def _by_stage(arrived_s: dict[str, float], stages: Stages) -> dict[str, float]:
-    whole_s = {name: max(arrived_s[other] for other in stage) for stage in stages for name in stage}
-    return arrived_s | whole_s
+    found_s = arrived_s.copy()
+    for stage in stages:
+        found_s.update(dict.fromkeys(stage, max((arrived_s[name] for name in stage), default=0.0)))
+    return found_s
 
 
 def _gated_forward(profile: Profile, arrived_s: dict[str, float]) -> list[Work]:
@@ -422,8 +424,19 @@ def _seconds(cost: Cost, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
             return cost.alpha_s + cost.beta_s_per_byte * nbytes
         case Steps():
             return cost.count * _seconds(cost.cost, nbytes * cost.fraction)
+        case Memo():
+            return _seconds(cost.cost, nbytes)
+        case Encoded():
+            return cost.compute_s_per_byte * nbytes + _seconds(cost.cost, nbytes)
         case Least():
             return np.asarray(np.min([_seconds(one, nbytes) for one in cost.costs], axis=0))
+        case Best():
+            ways = np.array([_seconds(way, nbytes) for way in cost.ways.values()])
+            quickest = ways.min(axis=0)
+            return np.asarray(np.where(quickest < (1 - cost.MARGIN) * ways[0], quickest, ways[0]))
+        case Paying():
+            encoded, plain, dense = (_seconds(one, nbytes) for one in (cost.encoded, cost.plain, cost.dense))
+            return np.asarray(np.where(encoded < (1 - cost.margin) * plain, encoded, dense))
         case CostTable():
             sizes, seconds = np.array(cost.points, dtype=np.float64).T
             within = np.exp(np.interp(np.log(np.maximum(nbytes, sizes[0])), np.log(sizes), np.log(seconds)))

@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -137,18 +137,11 @@ class Gradient:
     on `.grad` itself. Whoever keeps a `.grad` from one step to the next has to clone it.
     """
 
-    def __init__(self, module: nn.Module, name: str, noise: Noise, offset: int, seconds: float, fill: Fill) -> None:
-        self._module, self._name = module, name
+    def __init__(self, noise: Noise, offset: int, seconds: float, fill: Fill) -> None:
         self._noise, self._offset, self._when = noise, offset, fill
         self.seconds = seconds
         self._memory = torch.empty(0)
         self._version = -1
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        # Looked up each time: conversions and `load_state_dict(assign=True)` may put another one in its place.
-        parameter: nn.Parameter = getattr(self._module, self._name)
-        return parameter
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Have memory that fits the parameter, filled; after the first step there is nothing to do as a rule."""
@@ -172,6 +165,20 @@ class Gradient:
     def _fill(self) -> None:
         self._noise.fill(self._memory, self._offset)
         self._version = self._memory._version
+
+
+class Place(NamedTuple):
+    """Where a parameter is to be found, and what backward yields for it."""
+
+    module: nn.Module
+    name: str
+    gradient: Gradient
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        # Looked up each time: conversions and `load_state_dict(assign=True)` may put another one in its place.
+        parameter: nn.Parameter = getattr(self.module, self.name)
+        return parameter
 
 
 class _Arrival(torch.autograd.Function):
@@ -201,13 +208,13 @@ class Node(nn.Module):
 class Layer:
     """Tensors of one module that forward uses one after the other, and how long that takes."""
 
-    def __init__(self, module: nn.Module, gradients: list[Gradient], seconds: float) -> None:
-        self.module, self._gradients, self._seconds = module, gradients, seconds
+    def __init__(self, module: nn.Module, places: list[Place], seconds: float) -> None:
+        self.module, self._places, self._seconds = module, places, seconds
 
     def run(self, pace: Pace) -> None:
         start_s = pace.now()
-        for gradient in self._gradients:
-            gradient.parameter.detach()  # a use of the parameter, for those who watch where they are used
+        for place in self._places:
+            place.parameter.detach()  # a use of the parameter, for those who watch where they are used
         pace.spend(self._seconds, start_s)
 
 
@@ -220,28 +227,40 @@ class Replay(nn.Module):
     become what methods make of them, but no method costs the processor anything for what an accelerator would do.
 
     The first backward pass takes longer: it allocates the gradients.
+
+    beside: a model of the same profile whose memory this one uses too, for weights and for gradients. They are to take
+    turns; parameters, hooks and autograd's graph are each one's own.
     """
 
     def __init__(
-        self, profile: Profile, *, seed: int = 0, fill: Fill = "when written", jitter: Jitter | None = None
+        self,
+        profile: Profile,
+        *,
+        seed: int = 0,
+        fill: Fill = "when written",
+        jitter: Jitter | None = None,
+        beside: Replay | None = None,
     ) -> None:
         super().__init__()
         self._pace = Pace()
         self._jitter = jitter or Jitter(0.0, seed)
         self._layers: list[Layer] = []
+        self._places: dict[str, Place] = {}
         #: In the order in which the loss passes through them: the last one's gradient is the first to come.
-        self._arrivals: list[Gradient] = []
+        self._arrivals: list[Place] = []
         backward = {tensor.name: index for index, tensor in enumerate(profile.tensors)}
         forward = sorted(profile.tensors, key=lambda tensor: (tensor.forward_order, -backward[tensor.name]))
-        noise, gradients = Noise(seed), dict[str, Gradient]()
+        noise, places = Noise(seed), self._places
         for index, tensor in enumerate(forward):
-            module, name = self._register(tensor)
-            gradients[tensor.name] = Gradient(module, name, noise, 7919 * index, tensor.backward_s, fill)
+            held = beside._places[tensor.name] if beside else None
+            weights = held.parameter.detach() if held else torch.zeros(tensor.shape, dtype=tensor.torch_dtype)
+            gradient = held.gradient if held else Gradient(noise, 7919 * index, tensor.backward_s, fill)
+            places[tensor.name] = Place(*self._register(tensor, weights), gradient)
         for path, run in groupby(forward, key=lambda tensor: tensor.name.rpartition(".")[0]):
             tensors = list(run)
             seconds = sum(tensor.forward_s for tensor in tensors)
-            self._layers.append(Layer(self.get_submodule(path), [gradients[t.name] for t in tensors], seconds))
-        self._arrivals = [gradients[tensor.name] for tensor in reversed(profile.tensors)]
+            self._layers.append(Layer(self.get_submodule(path), [places[t.name] for t in tensors], seconds))
+        self._arrivals = [places[tensor.name] for tensor in reversed(profile.tensors)]
 
     def forward(self, batch: object = None) -> torch.Tensor:
         """A loss of 0, after the forward pass's time; `batch` is not looked at."""
@@ -254,12 +273,12 @@ class Replay(nn.Module):
         # Only now does the graph see the parameters: backward's order is the profile's, whatever forward's was.
         start_s = self._pace.now()
         loss = torch.zeros(())
-        for gradient in self._arrivals:
-            loss = _Arrival.apply(loss, gradient.parameter, gradient, self._pace)  # type: ignore[no-untyped-call]
+        for place in self._arrivals:
+            loss = _Arrival.apply(loss, place.parameter, place.gradient, self._pace)  # type: ignore[no-untyped-call]
         self._pace.spend(0.0, start_s)
         return loss
 
-    def _register(self, tensor: TensorProfile) -> tuple[nn.Module, str]:
+    def _register(self, tensor: TensorProfile, weights: torch.Tensor) -> tuple[nn.Module, str]:
         """Make the parameter and the modules above it; returns its module and its name there."""
         if not (tensor.torch_dtype.is_floating_point or tensor.torch_dtype.is_complex):
             raise UsageError(f"tensor {tensor.name!r} is {tensor.dtype}, which has no gradient: leave it out")
@@ -270,7 +289,7 @@ class Replay(nn.Module):
                 if part not in dict(module.named_children()):
                     module.add_module(part, Node())
                 module = module.get_submodule(part)
-            module.register_parameter(name, nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.torch_dtype)))
+            module.register_parameter(name, nn.Parameter(weights))
         except KeyError as error:  # torch's words for a name that is empty, taken, or both tensor and module
             raise UsageError(f"no module can have a tensor {tensor.name!r}: {error.args[0]}") from None
         return module, name

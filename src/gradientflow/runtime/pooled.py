@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from gradientflow.runtime.leaving import LiveTrace
 from gradientflow.runtime.optimizers import Given, OneOptimizer
 from gradientflow.runtime.options import Options
 from gradientflow.runtime.pool import Pool
-from gradientflow.runtime.pricing import measure_cost, measure_paying
+from gradientflow.runtime.pricing import TooDear, measure_cost, measure_paying
 from gradientflow.runtime.pump import Pump
 from gradientflow.runtime.replanning import Replanning
 from gradientflow.runtime.shards import Shards
@@ -54,6 +55,8 @@ _log = logging.getLogger(__name__)
 
 #: Of schedules that go by time: the first pass through a model takes longer than those after it.
 OBSERVED_STEPS = 3
+#: So many times as long as timing messages takes timing them with a codec, too.
+PAYING_TIMES = 4.0
 
 
 class PooledFlow(GradientFlow):
@@ -91,6 +94,7 @@ class PooledFlow(GradientFlow):
         self._cache = cache
         self._tuning = self._new_tuning()
         self._num_observed = 0
+        self._step_s = math.inf  # the shortest
         self._version = 0  # of the pool when backward had ended
         self._asked_early = False  # for another plan, as was learnt when other ranks might be anywhere
 
@@ -157,7 +161,7 @@ class PooledFlow(GradientFlow):
         plan = (self._next_plan or self._plan_now).model_dump_json()
         # One that is only a guess yet, or one of several that are being tried, is not to be kept for ever.
         trying = self._tuning.rivals
-        settled = not (self._observing or (self._tuning.is_racing and not trying))
+        settled = not (self._observing or self._tuning.is_put_off or (self._tuning.is_racing and not trying))
         found = super().state_dict() | {"recipe": str(self.recipe), "plan": plan, "settled": settled}
         if trying:
             found["rivals"] = write_field(trying)
@@ -411,21 +415,20 @@ class PooledFlow(GradientFlow):
                 self._next_plan = self._tuning.plan_at(self._step)
                 return
             self._cost = None  # that is why there is another race
-        began_s = self._recorder.clock()
-        price = self._measure_cost() if self.recipe.needs_cost and self._cost is None else self._tuning.notes.price
-        priced_s = self._recorder.clock() - began_s
+        if self.recipe.tunes:
+            self._tune(observed)
+            return
+        price = self._tuning.notes.price
+        if self.recipe.needs_cost and self._cost is None:
+            measured = self._measure_cost()
+            assert isinstance(measured, Priced), "no limit was given"
+            price = measured
         gated = self._gate is not None and not self._gate_shut
         whole = self._replanning.agreed(self._step)
         # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair. The
         # slowest rank's: all wait for its gradients, whatever their own times are.
         computes_s = self._compare_compute(observed, price, whole)
         planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
-        if self.recipe.tunes:
-            assert isinstance(self._cost, Best | Paying)
-            self._tuning.begin(exchange, planner, observed, self._cost, self._step, priced_s, gated=gated, whole=whole)
-            self._next_plan = self._tuning.plan_at(self._step)
-            self._write_plan(observed, self._next_plan)
-            return
         if isinstance(self._cost, Paying) and self._weighs_by_trial:
             found: tuple[Candidate, ...] = ()
             if exchange.rank == planner:
@@ -444,6 +447,24 @@ class PooledFlow(GradientFlow):
         if plan != self._plan_now:
             self._next_plan = plan
         self._write_plan(observed, plan)
+
+    def _tune(self, observed: Profile) -> None:
+        """Collective. Begins a race, unless that would cost more than it may."""
+        exchange, tuning, began_s = self._exchange, self._tuning, self._recorder.clock()
+        budget = tuning.budget(exchange, self._step_s)
+        price = self._measure_cost(budget.pricing_s)
+        if isinstance(price, TooDear):
+            self._compare_compute(observed, None, False)
+            tuning.put_off(observed, exchange.num_lanes, budget, price, self._step)
+        else:
+            gated = self._gate is not None and not self._gate_shut
+            whole = self._replanning.agreed(self._step)
+            computes_s = self._compare_compute(observed, price, whole)
+            planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
+            assert isinstance(self._cost, Best | Paying)
+            tuning.begin(exchange, planner, observed, self._cost, self._step, budget, began_s, gated=gated, whole=whole)
+        self._next_plan = tuning.plan_at(self._step)
+        self._write_plan(observed, self._next_plan)
 
     @property
     def _weighs_by_trial(self) -> bool:
@@ -485,16 +506,26 @@ class PooledFlow(GradientFlow):
         self._tuning.know(notes)
         return found
 
-    def _measure_cost(self) -> Priced:
-        """Collective."""
+    def _measure_cost(self, within_s: float = math.inf) -> Priced | TooDear:
+        """Collective. within_s: the same on all ranks."""
         exchange, device = self._exchange, self._device()
-        by_size = self.recipe.exchange.name == "best" or self.recipe.tunes
-        weighs = self.recipe.weighs
-        price = measure_cost(exchange, EXACT if weighs else self._codec, device, self._step, by_size)
+        most_nbytes = self._pool.nbytes if self._pool else 0
+        weighs = self.recipe.weighs and exchange.world > 1
+        price = measure_cost(
+            exchange,
+            EXACT if self.recipe.weighs else self._codec,
+            device,
+            self._step,
+            by_size=self.recipe.exchange.name == "best" or self.recipe.tunes,
+            most_nbytes=most_nbytes,
+            within_s=within_s / PAYING_TIMES if weighs else within_s,
+        )
+        if isinstance(price, TooDear):
+            return price._replace(seconds=PAYING_TIMES * price.seconds) if weighs else price
         self._cost = price.cost()
-        if weighs and exchange.world > 1:
+        if weighs:
             new_codec = self.recipe.settled().codec
-            self._cost = measure_paying(exchange, new_codec, self._cost, device, self._step)
+            self._cost = measure_paying(exchange, new_codec, self._cost, device, self._step, most_nbytes)
         return price
 
     # - A step
@@ -591,6 +622,8 @@ class PooledFlow(GradientFlow):
         self._bring_views_home()
         if not isinstance(self._pump, HookPump):
             self._replanning.stood(self._pump.idle_s, self._opened_s - self._previous_opened_s)
+        if self._previous_opened_s:  # a first step takes longer, and some after it
+            self._step_s = min(self._step_s, self._opened_s - self._previous_opened_s)
         if self._asked_early:
             self._asked_early = False
             with self._breaking():

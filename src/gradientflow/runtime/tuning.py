@@ -24,12 +24,13 @@ from gradientflow.errors import RecipeError
 from gradientflow.exchange import Exchange
 from gradientflow.plan import NATIVE, Plan
 from gradientflow.profiles import Profile
-from gradientflow.recipe import as_recipe
+from gradientflow.recipe import DEFAULT, as_recipe
+from gradientflow.runtime.pricing import TooDear
 from gradientflow.trace import MAIN, Recorder, Span
 from gradientflow.tune.candidates import MOST, Candidate, candidates, kind, of_both_kinds
 from gradientflow.tune.memory import CHECKED, Cache, Remembered, fingerprint, fingerprint_of_model
 from gradientflow.tune.notes import Notes, Race, Tried
-from gradientflow.tune.trials import PLANS, Seen, Trials, Turns, allowance_s, midmean
+from gradientflow.tune.trials import PLANS, SHARE, Budget, Seen, Trials, Turns, allowance_s, midmean
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Tuning:
         self._trials = Trials(1, 0)
         self._chosen: Plan | None = None
         self._not_before, self._patience = 0, PATIENCE
+        self._is_put_off = False
         self._lost_s = 0.0
         self._keys = "", ""  # of the model and of the cluster
         self._remembered: Remembered | None = None  # and being checked
@@ -88,6 +90,11 @@ class Tuning:
     def is_on_probation(self) -> bool:
         """Whether what has won may yet be given up, since it runs by itself for the first time."""
         return self._chosen is not None and self._turns is PLANS and self._trials.is_on_probation
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether the default runs only until a race can be paid for."""
+        return self._is_put_off
 
     @property
     def is_waiting(self) -> bool:
@@ -192,6 +199,25 @@ class Tuning:
 
     # - Racing
 
+    def budget(self, exchange: Exchange, step_s: float) -> Budget:
+        """Collective. step_s: of a step so far; later ones go by what they take now."""
+        elapsed_s = self._recorder.clock() - self._began_s
+        step_s = min(self._trials.recent_s or step_s, elapsed_s)
+        told = exchange.control.gather(f"{elapsed_s!r} {step_s!r}", "compare what tuning may cost")
+        elapsed_s, step_s = (max(map(float, column)) for column in zip(*map(str.split, told), strict=True))
+        return Budget(max(0.0, allowance_s(step_s, elapsed_s) - self._lost_s), step_s)
+
+    def put_off(self, observed: Profile, num_lanes: int, budget: Budget, price: TooDear, step: int) -> None:
+        """Timing messages would cost more than it may: what runs, or the default, runs until steps so far have paid for
+        it. The same on all ranks."""
+        self._lost_s += price.spent_s
+        self._not_before = max(step + PATIENCE, budget.affordable_at(price.seconds, self._lost_s))
+        if self._chosen is None:
+            plan = as_recipe(DEFAULT).plan(observed, num_lanes)
+            self._field, self._turns = (Candidate(recipe=DEFAULT, plan=plan, predicted_s=budget.step_s),), PLANS
+            self._trials, self._chosen, self._is_put_off = Trials(1, step), plan, True
+        self._tell(f"waiting for step {self._not_before}: by then a race costs less than {SHARE:.0%} of the time")
+
     def begin(
         self,
         exchange: Exchange,
@@ -199,19 +225,30 @@ class Tuning:
         observed: Profile,
         cost: Best | Paying,
         step: int,
-        priced_s: float,
+        budget: Budget,
+        began_s: float,
         *,
         gated: bool,
         whole: bool,
     ) -> None:
         """Collective. The race begins with this step. One rank's plans: the last digit of a logarithm is the
-        processor's own affair. priced_s: what timing messages took."""
+        processor's own affair. began_s: when messages began to be timed, by the recorder's clock."""
         own: tuple[Candidate, ...] = ()
         if exchange.rank == planner:
-            found = candidates(observed, exchange.num_lanes, cost, gated=gated, whole=whole)
+            spent_s = self._recorder.clock() - began_s + budget.planning_s
+            found = candidates(
+                observed,
+                exchange.num_lanes,
+                cost,
+                gated=gated,
+                whole=whole,
+                most=budget.num_rivals(spent_s, MOST),
+                within_s=budget.planning_s,
+            )
             own = self._with_what_runs(found, gated)
-        self._field, self._turns = self._hear(exchange, planner, observed, own), PLANS
-        told = exchange.control.gather(repr(priced_s), "compare what timing messages took")
+        self._field, self._turns, self._is_put_off = self._hear(exchange, planner, observed, own), PLANS, False
+        lost_s = self._recorder.clock() - began_s
+        told = exchange.control.gather(repr(lost_s), "compare what timing messages and planning took")
         self._lost_s += max(float(text) for text in told)
         self._trials, self._chosen = Trials(len(self._field), step, self._lost_s, self._turns), None
         self._tell(f"racing {', '.join(map(str, self._field))}")
@@ -249,13 +286,15 @@ class Tuning:
 
     def _with_what_runs(self, found: tuple[Candidate, ...], gated: bool) -> tuple[Candidate, ...]:
         """What has won the last race is the one to beat, by one rival fewer: a change is to be answered soon."""
-        if self._chosen is None or self._trials.winner is None or (self._chosen.stages and not gated):
+        stands = self._trials.winner is not None and not self._is_put_off
+        if self._chosen is None or not stands or (self._chosen.stages and not gated):
             return found
+        assert self._trials.winner is not None
         runs = self._field[self._trials.winner]
         others = sorted(
             (each for each in found if kind(each.plan) != kind(runs.plan)), key=lambda each: each.predicted_s
         )
-        return (runs, *of_both_kinds(others, MOST - 1, beside=(runs,)))
+        return (runs, *of_both_kinds(others, min(MOST - 1, len(found) - 1), beside=(runs,)))
 
     def plan_at(self, step: int) -> Plan:
         """The same on all ranks."""
@@ -323,9 +362,11 @@ class Tuning:
         # With a codec steps vary more than a few of them after the race can tell, and those of the race were many.
         if self._turns is PLANS and self._trials.does_not_pay and not self.notes.races[-1].undone:
             return BACK
+        if step < self._not_before:
+            return NONE
         elapsed_s = self._recorder.clock() - self._began_s
         affordable = self._lost_s < allowance_s(self._trials.expected_s, elapsed_s)
-        return ANEW if step >= self._not_before and self._trials.has_drifted and affordable else NONE
+        return ANEW if self._is_put_off or (self._trials.has_drifted and affordable) else NONE
 
     def heed(self, exchange: Exchange, step: int) -> bool:
         """Collective, when somebody had a wish. Whether there is to be a race; else it is done, or out of date."""

@@ -29,13 +29,14 @@ SCHEDULES: dict[str, Callable[[Profile, str], Plan]] = {"bsp": bsp, "wfbp": wfbp
 @dataclass(frozen=True)
 class Terms:
     """What messages cost, on how many lanes, and what a gate waits for. If steps are `whole`, something looks at all
-    gradients before each."""
+    gradients before each. With `words` the plan says why it is as it is, which takes as long as making it."""
 
     cost: Cost
     num_lanes: int = 1
     gated: bool = False
     whole: bool = False
     stages: Stages = ()
+    words: bool = True
 
 
 def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
@@ -46,6 +47,8 @@ def _bytescheduler(profile: Profile, argument: str, terms: Terms) -> Plan:
 def _flow_on(profile: Profile, argument: str, terms: Terms) -> Plan:
     gated = terms.gated and not terms.whole
     plan = _flow(profile, terms.cost, num_lanes=terms.num_lanes, gated=gated, stages=terms.stages)
+    if not terms.words:
+        return plan
     why = explain(profile, plan, terms.cost, gated=gated, stages=terms.stages)
     return plan.model_copy(update={"why": why})
 

@@ -26,7 +26,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from gradientflow.cost.evaluate import Evaluation, Job, Stages, evaluate, host_s, limit_s, startup_and_wire_s
-from gradientflow.cost.table import Cost, Steps
+from gradientflow.cost.table import Cost, Memo, Steps
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
 from gradientflow.schedule.board import SLOWER_LINKS, Axis, Board, Case, Range, times
@@ -53,7 +53,7 @@ def flow(profile: Profile, cost: Cost, *, num_lanes: int = 1, gated: bool = True
     """
     if not profile.nbytes:
         return bsp(profile).model_copy(update={"schedule": "flow"})
-    board = Board(profile)
+    board, cost = Board(profile), Memo(cost)
     cases = [Case(board, moments, link) for moments, link in times(profile, gated, stages)]
     judge = _Judge(board, cases, cost, num_lanes, host_s(profile, cost))
     merged, *joined = merges(profile, cost, (math.inf, *MARGINS))
@@ -320,7 +320,8 @@ def _least_without_gate_s(profile: Profile, cost: Cost) -> float:
     """From each gradient on, it and all later ones have to be sent, and forward follows."""
     ready_s = accumulate(tensor.backward_s for tensor in profile.tensors)
     sent = accumulate((tensor.nbytes for tensor in profile.tensors), initial=0)
-    rest_s = (cost.beta_s_per_byte * (profile.nbytes - nbytes) for nbytes in sent)
+    whole, beta_s_per_byte = profile.nbytes, cost.beta_s_per_byte
+    rest_s = (beta_s_per_byte * (whole - nbytes) for nbytes in sent)
     return profile.forward_s + max(map(sum, zip(ready_s, rest_s, strict=False)), default=0.0)
 
 

@@ -329,7 +329,7 @@ def _plan(
         _encode_s_per_byte(recipe, cluster),
     )
     num_lanes = 1 if recipe.served else recipe.lanes or cluster.collective.lanes
-    return recipe.plan(profile, num_lanes, believed, gated=gated, whole=whole)
+    return recipe.plan(profile, num_lanes, believed, gated=gated, whole=whole, words=False)
 
 
 def _lanes(

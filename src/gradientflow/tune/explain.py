@@ -182,7 +182,7 @@ def predicted_gains(situation: Situation, cost: Cost) -> tuple[float, list[Gain]
 
     def gain(what: str, other: Cost, model: Profile = profile, by: Recipe = recipe) -> Gain:
         gated = bool(plan.stages) and not isinstance(by.codec(), Feedback)
-        made = by.plan(model, plan.num_lanes, other, gated=gated, whole=situation.notes.whole)
+        made = by.plan(model, plan.num_lanes, other, gated=gated, whole=situation.notes.whole, words=False)
         return Gain(what, now_s - min(_evaluated(situation, model, made, other), now_s))
 
     gains = [gain("twice the bandwidth", _altered(carries, wire=0.5))]

@@ -7,6 +7,7 @@ seconds count, since all wait for it. Who is clearly slower runs no more, so tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import NamedTuple
@@ -40,6 +41,10 @@ PROBATION = 2 * WINDOW
 DRIFT = 1.3
 #: Of all time, or of the first steps if they are not over yet: what trials may cost.
 SHARE, WITHIN_STEPS = 0.02, 1000
+#: Of what tuning may cost, for timing messages and for making plans; the rest is for the race.
+PRICING, PLANNING = 0.4, 0.3
+#: A plan that has not been tried may take so many times as long as the default.
+RISK = 2.3
 #: Of a candidate that had no steps; JSON knows no infinity.
 NEVER_S = 1e9
 
@@ -65,6 +70,40 @@ def longest(number: int, turns: Turns = PLANS) -> int:
 def allowance_s(iteration_s: float, elapsed_s: float) -> float:
     """What trials may have cost by now. The beginning may borrow from the steps to come."""
     return SHARE * max(elapsed_s, WITHIN_STEPS * iteration_s)
+
+
+class Budget(NamedTuple):
+    """Seconds that tuning may cost from now on, as all ranks agree, and how they are shared out: messages are timed,
+    plans are made, and with what is left they race."""
+
+    may_s: float
+    #: Of a step as it is now.
+    step_s: float
+
+    @property
+    def pricing_s(self) -> float:
+        return PRICING * self.may_s
+
+    @property
+    def planning_s(self) -> float:
+        return PLANNING * self.may_s
+
+    def num_rivals(self, spent_s: float, most: int) -> int:
+        """Of the default, of which a first round can be afforded, each in steps of more than twice its length.
+
+        >>> [Budget(may_s=20.0, step_s=1.0).num_rivals(spent_s, most=3) for spent_s in (0.0, 9.0, 12.0, 30.0)]
+        [3, 2, 2, 1]
+        """
+        a_rival_s = PLANS.first_block * (RISK - 1) * self.step_s
+        return max(1, min(most, int((self.may_s - spent_s) / a_rival_s)))
+
+    def affordable_at(self, cost_s: float, lost_s: float) -> int:
+        """The step by which pricing may cost as much, as steps are now.
+
+        >>> Budget(may_s=0.2, step_s=0.01).affordable_at(cost_s=0.4, lost_s=0.0)
+        5000
+        """
+        return math.ceil((cost_s / PRICING + lost_s) / (SHARE * max(self.step_s, 1e-6)))
 
 
 class Seen(Record):
