@@ -6,6 +6,7 @@ second. Nothing waits for ever: a rank that does not answer fails the test with 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing as mp
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,28 @@ def run_ranks(
     """`function(*args)` on each of `world` ranks inside an initialised default group; results by rank.
 
     Nothing is expected of the `lost` ranks: they may die or stop, and are killed when the others are done."""
+    (found,) = run_at_once(world, function, [args], timeout_s=timeout_s, lost=lost)
+    return found
+
+
+def run_at_once(
+    world: int,
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    *,
+    timeout_s: float = 90.0,
+    lost: tuple[int, ...] = (),
+) -> list[list[Any]]:
+    """For each of these arguments a world of its own, side by side: for ranks that wait more than they compute."""
+    with contextlib.ExitStack() as stack:
+        worlds = [stack.enter_context(_started(world, function, args, lost)) for args in calls]
+        return [_collect(pipes, processes, timeout_s, lost) for pipes, processes in worlds]
+
+
+@contextlib.contextmanager
+def _started(
+    world: int, function: Callable[..., Any], args: tuple[Any, ...], lost: tuple[int, ...]
+) -> Iterator[tuple[list[Connection], list[Any]]]:
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = str(Path(directory) / "rendezvous")
         pipes, processes = [], []
@@ -54,7 +77,7 @@ def run_ranks(
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, processes, timeout_s, lost)
+            yield pipes, processes
         finally:
             for rank, process in enumerate(processes):
                 process.join(timeout=0 if rank in lost else 5)

@@ -145,11 +145,15 @@ def test_run_under_mpirun_would_start_workers_of_workers(
     assert_refused(refused, "mpirun ... python train.py")
 
 
-def test_run_refuses_a_directory_with_a_run_in_it(tmp_path: Path) -> None:
+def test_run_refuses_a_directory_with_a_run_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text("{}")
-    assert_refused(gradientflow("run", "--out", "out", "train.py", cwd=tmp_path), "choose another --out")
+    refused = gradientflow_here("run", "--out", "out", "train.py", monkeypatch=monkeypatch, capfd=capfd)
+    assert_refused(refused, "choose another --out")
 
 
 @pytest.mark.slow
@@ -174,9 +178,14 @@ def test_run_leaves_a_complete_run_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_names_its_directory_after_the_recipe_and_reports_in_json(tmp_path: Path) -> None:
+def test_run_names_its_directory_after_the_recipe_and_reports_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_training(tmp_path)
-    result = gradientflow("run", "--json", "--recipe", "lazy:1MB", "train.py", "--quiet", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    arguments = ["--json", "--recipe", "lazy:1MB", "train.py", "--quiet"]
+    result = gradientflow_here("run", *arguments, monkeypatch=monkeypatch, capfd=capfd)
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert summary["version"] == 1
@@ -188,9 +197,14 @@ def test_run_names_its_directory_after_the_recipe_and_reports_in_json(tmp_path: 
 
 
 @pytest.mark.slow
-def test_run_shows_both_recipes_when_script_and_option_differ(tmp_path: Path) -> None:
+def test_run_shows_both_recipes_when_script_and_option_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_training(tmp_path, recipe="bsp")
-    result = gradientflow("run", "--recipe", "lazy", "--out", "out", "train.py", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    arguments = ["--recipe", "lazy", "--out", "out", "train.py"]
+    result = gradientflow_here("run", *arguments, monkeypatch=monkeypatch, capfd=capfd)
     assert result.returncode == 1
     assert "the script attaches recipe 'bsp' and GRADIENTFLOW_RECIPE says 'lazy'" in result.stderr
     assert not (tmp_path / "out").exists()
@@ -208,9 +222,12 @@ def test_run_says_which_rank_failed(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_run_says_that_nothing_was_attached(tmp_path: Path) -> None:
+def test_run_says_that_nothing_was_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text("print('trained')")
-    result = gradientflow("run", "train.py", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = gradientflow_here("run", "train.py", monkeypatch=monkeypatch, capfd=capfd)
     assert result.returncode == 1
     assert result.stdout == "trained\n"
     assert "never called gradientflow.attach" in result.stderr.splitlines()[-1]
@@ -329,9 +346,15 @@ def nothing():
 """
 
 
-def test_profile_of_a_real_model(tmp_path: Path) -> None:
+def test_profile_of_a_real_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    result = gradientflow("profile", "model.py:build", "--steps", "2", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    result = gradientflow_here("profile", "model.py:build", "--steps", "2", monkeypatch=monkeypatch, capfd=capfd)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
     assert result.returncode == 0, result.stderr
     found = Profile.read(tmp_path / "profile.json")
     assert {tensor.name for tensor in found.tensors[:2]} == {"2.weight", "2.bias"}  # backward begins at the end

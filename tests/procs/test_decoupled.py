@@ -47,8 +47,7 @@ def clips_as_ddp(recipe: str, foreach: bool | None) -> tuple[float, float, bool,
     return float((found - expected).abs().max()), off, plan.norms, waits
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize(("world", "foreach"), [(2, None), (3, True)])
 def test_clipping_waits_for_norms_only_and_is_right(world: int, foreach: bool | None) -> None:
     for difference, off, norms, waits in run_ranks(world, clips_as_ddp, "dear:60KB", foreach):
         assert difference < 1e-12 and off < 1e-12

@@ -455,7 +455,9 @@ def test_all_of_this_holds_without_root(_possible: None) -> None:
     python = next(filter(lambda each: _runs(nobody, each), (sys.executable, "/usr/bin/python3")), None)
     if python is None:
         pytest.skip("no Python with this one's packages that an unprivileged user may run")
-    argv = [python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "not gloo", __file__]
+    # Not how fast links are, which does not depend on who made them; and of the ways in which an owner ends, half.
+    left_out = ("gloo", "busy", "machine_c", "may_change", "fork", "return", "SIGTERM", "written")
+    argv = [python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", f"not ({' or '.join(left_out)})", __file__]
     done = subprocess.run([*nobody, *argv], env=_environment(HOME="/tmp"), capture_output=True, text=True, timeout=100)
     if "no right to make a network namespace" in done.stdout:
         pytest.skip("this kernel grants no user namespaces")

@@ -106,7 +106,17 @@ def sums() -> None:
         exchange.answer(Sum([ours := torch.full((1000,), 1.0 + rank)]), lane=0)
         assert torch.equal(ours, torch.full((1000,), 1.0 + world))
         exchange.close()
-    tell(fine=True)
+    tell(sums="right")
+
+
+def three_ranks() -> None:
+    sums()
+    parity()
+
+
+def two_ranks() -> None:
+    parity()
+    nobody_closes()
 
 
 def _many_sums(exchange: Exchange, lane: int) -> None:
@@ -169,36 +179,56 @@ def nobody_closes() -> None:
         optimizer.zero_grad()
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
-    tell(fine=True)
+    tell(end="reached")
 
 
 # - Tests
 
+Found = tuple[int, list[dict[str, Any]], str]
+
+
+@pytest.fixture(scope="module")
+def of_two() -> Found:
+    return mpirun(2, "two_ranks")
+
+
+@pytest.fixture(scope="module")
+def of_three() -> Found:
+    return mpirun(3, "three_ranks")
+
 
 @needs_mpi
-def test_sums_are_right_and_the_same_on_all_ranks() -> None:
-    code, told, errors = mpirun(3, "sums")
-    assert code == 0 and len(told) == 3, errors
+def test_sums_are_right_and_the_same_on_all_ranks(of_three: Found) -> None:
+    _, told, errors = of_three
+    assert sum("sums" in fact for fact in told) == 3, errors
 
 
 @needs_mpi
-def test_two_ranks_train_bit_by_bit_as_ddp() -> None:
-    code, told, errors = mpirun(2, "parity")
-    assert code == 0, errors
+def test_three_ranks_train_as_ddp(of_three: Found) -> None:
+    code, told, errors = of_three
+    told = [fact for fact in told if "method" in fact]
+    assert code == 0 and len(told) == 3 * 3, errors
+    reference = torch.tensor(next(fact["weights"] for fact in told if fact["method"] == ONE_BUCKET))
+    for method in {fact["method"] for fact in told}:
+        assert len({tuple(fact["checksums"]) for fact in told if fact["method"] == method}) == 1, method
+        weights = next(fact["weights"] for fact in told if fact["method"] == method)
+        assert (torch.tensor(weights) - reference).abs().max() <= 1e-10, method
+
+
+@needs_mpi
+def test_two_ranks_train_bit_by_bit_as_ddp(of_two: Found) -> None:
+    _, told, errors = of_two
+    told = [fact for fact in told if "method" in fact]
+    assert len(told) == 2 * 3, errors
     expected = next(fact["checksums"] for fact in told if fact["method"] == ONE_BUCKET)
     for fact in told:
         assert fact["checksums"] == expected, fact["method"]
 
 
 @needs_mpi
-def test_three_ranks_train_as_ddp() -> None:
-    code, told, errors = mpirun(3, "parity")
-    assert code == 0, errors
-    reference = torch.tensor(next(fact["weights"] for fact in told if fact["method"] == ONE_BUCKET))
-    for method in {fact["method"] for fact in told}:
-        assert len({tuple(fact["checksums"]) for fact in told if fact["method"] == method}) == 1, method
-        weights = next(fact["weights"] for fact in told if fact["method"] == method)
-        assert (torch.tensor(weights) - reference).abs().max() <= 1e-10, method
+def test_a_script_that_falls_off_its_end_has_succeeded(of_two: Found) -> None:
+    code, told, errors = of_two
+    assert code == 0 and sum("end" in fact for fact in told) == 2 and not errors, errors
 
 
 @needs_mpi
@@ -217,12 +247,6 @@ def test_the_others_name_who_does_not_come_and_all_of_them_end(job: str, options
     for fact in told:
         assert f"rank {VICTIM} {words}" in fact["words"] and fact["culprits"] == [VICTIM]
         assert fact["waited_s"] < LIMIT_S
-
-
-@needs_mpi
-def test_a_script_that_falls_off_its_end_has_succeeded() -> None:
-    code, told, errors = mpirun(2, "nobody_closes")
-    assert code == 0 and len(told) == 2 and not errors, errors
 
 
 def attach_over_mpi() -> str:

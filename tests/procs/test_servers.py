@@ -87,19 +87,20 @@ def test_parity_with_ddp(world: int, num_servers: int, name: str, optimizer: str
             optimizer,
             torch.float32,
             (ONE_BUCKET, SEVERAL_BUCKETS, *methods),
-            20,
+            12,
         )
-        exact = run_ranks(
-            world, told, hosts.environment, train_all, name, optimizer, torch.float64, (ONE_BUCKET, *methods), 20
-        )
+        if world > 2:
+            exact = run_ranks(
+                world, told, hosts.environment, train_all, name, optimizer, torch.float64, (ONE_BUCKET, *methods), 12
+            )
+            assert_ranks_identical(exact)
     assert_ranks_identical(results)
-    assert_ranks_identical(exact)
     reference, spread = results[0][ONE_BUCKET], results[0][SEVERAL_BUCKETS][0]
     for method in methods:
-        assert (exact[0][method][0] - exact[0][ONE_BUCKET][0]).abs().max() < 1e-10, method
         if world == 2:  # of two numbers there is one sum
             assert results[0][method][1] == reference[1], method
         else:
+            assert (exact[0][method][0] - exact[0][ONE_BUCKET][0]).abs().max() < 1e-10, method
             distance = (results[0][method][0] - reference[0]).norm()
             assert distance <= 2 * (spread - reference[0]).norm(), method
 
@@ -154,7 +155,7 @@ def train_compressed(recipes: list[str]) -> dict[str, tuple[torch.Tensor, float]
         model = build("cnn", torch.float32, seed=dist.get_rank())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         with gf.attach(model, optimizer, recipe):
-            for step in range(5):
+            for step in range(3):
                 optimizer.zero_grad()
                 loss_of(model, "cnn", dist.get_rank(), step, torch.float32).backward()
                 optimizer.step()

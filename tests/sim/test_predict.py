@@ -234,7 +234,7 @@ LIKE_THIS = [
 @pytest.mark.parametrize("varying", [Varying(), Varying(slowdown={1: 1.5}), Varying(jitter=0.2)], ids=str)
 @pytest.mark.parametrize("recipe", LIKE_THIS)
 def test_no_link_is_busier_than_always_and_all_waiting_is_for_something(recipe: str, varying: Varying) -> None:
-    many_layers = model(*[5_000_000] * 20)
+    many_layers = model(*[5_000_000] * 5)
     for place in (cluster(), cluster(hosts=4, workers_per_host=2, **BUSY)):
         found = predict(many_layers, Recipe.parse(recipe), place, 8, varying)
         assert 0 < max(found.utilisation.values()) <= 1 + 1e-9

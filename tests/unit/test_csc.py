@@ -172,7 +172,7 @@ def test_a_constant_gradient_gives_the_dense_velocity_in_the_long_run(nesterov: 
     ranks = ranks_of(2, words, dtype=torch.float64)
     gradients = [torch.full((numel(),), value, dtype=torch.float64) for value in (0.5, 1.5)]
     totals = []
-    for _ in range(400):
+    for _ in range(250):
         step(ranks, gradients, Momentum(0.9, nesterov))
         totals.append(ranks[0].got())
     velocity = torch.stack(totals[100:]).mean(0)

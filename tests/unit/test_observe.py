@@ -48,7 +48,7 @@ def test_a_pass_that_sleeps_keeps_no_processor_busy() -> None:
     model = nn.Linear(2, 2)
     observer = ForwardObserver(model, dict(model.named_parameters()))
     busy = []
-    for work in (lambda: time.sleep(0.2), lambda: [torch.ones(64, 64) @ torch.ones(64, 64) for _ in range(20_000)]):
+    for work in (lambda: time.sleep(0.2), lambda: [torch.ones(64, 64) @ torch.ones(64, 64) for _ in range(4_000)]):
         observer.begin_forward()
         work()
         observer.end_of_forward()

@@ -35,7 +35,7 @@ RECIPES = {
     "signsgd": "",
 }
 FORGET = ("qsgd", "signsgd")
-WORLDS = [1, 2, 3, 4, 5]
+WORLDS = [1, 2, 3, 5]
 SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (16, 12, 3, 3), "b.bias": (16,), "c": (70, 21), "d": (9,)}
 #: A matrix of its own, several tensors in two ranges, a matrix cut within a row, and nothing but a bias.
 MESSAGES = [
@@ -293,11 +293,11 @@ def test_warm_up_sends_everything_at_first(name: str) -> None:
 def test_with_momentum_a_constant_gradient_reaches_its_long_run_velocity(name: str) -> None:
     ranks = ranks_of(name, 2)
     gradients, applied = gradients_of(2, 0), torch.zeros(NUMEL, dtype=torch.float64)
-    for _ in range(400):
+    for _ in range(250):
         step(ranks, gradients, momentum=0.5)
         applied += ranks[0].got().double()
-    # 400 steps of g / (1 - m), less what momentum takes to get going and what waits.
-    assert torch.allclose(applied / 400, sum(gradients).double() / 2 * 2, atol=0.5)
+    # 250 steps of g / (1 - m), less what momentum takes to get going and what waits.
+    assert torch.allclose(applied / 250, sum(gradients).double() / 2 * 2, atol=0.5)
 
 
 def test_masking_clears_what_was_sent_of_momentum_and_of_what_waits() -> None:

@@ -153,7 +153,7 @@ def test_a_race_that_is_too_dear_is_put_off_until_it_is_not() -> None:
     job.now_s = 0.03
     budget = job.tuning.budget(job.exchange, 0.01)
     assert budget == Budget(may_s=pytest.approx(SHARE * 1000 * 0.01), step_s=0.01)
-    job.tuning.put_off(PROFILE, 2, budget, TooDear(1.0, spent_s=0.05), BEFORE)
+    job.tuning.put_off(job.exchange, 0, PROFILE, budget, TooDear(1.0, spent_s=0.05), BEFORE)
     job.step = BEFORE
     assert job.tuning.is_put_off and job.tuning.is_on and not job.tuning.is_racing
     assert job.tuning.plan_at(BEFORE).schedule == "lazy" and "waiting for step" in job.written[-1].doing
@@ -170,7 +170,8 @@ def test_what_has_won_runs_on_where_another_race_is_too_dear() -> None:
     job = Job(by_schedule(lazy=1.4, merge=1.0, flow=1.5))
     job.run(300)
     plan = job.tuning.plan_at(job.step)
-    job.tuning.put_off(PROFILE, 2, job.tuning.budget(job.exchange, 1.0), TooDear(1e3, spent_s=0.1), job.step)
+    budget = job.tuning.budget(job.exchange, 1.0)
+    job.tuning.put_off(job.exchange, 0, PROFILE, budget, TooDear(1e3, spent_s=0.1), job.step)
     assert job.tuning.plan_at(job.step) == plan and not job.tuning.is_put_off
 
 

@@ -453,17 +453,17 @@ class PooledFlow(GradientFlow):
         exchange, tuning, began_s = self._exchange, self._tuning, self._recorder.clock()
         budget = tuning.budget(exchange, self._step_s)
         price = self._measure_cost(budget.pricing_s)
+        whole = self._replanning.agreed(self._step)
+        computes_s = self._compare_compute(observed, tuning.notes.price if isinstance(price, TooDear) else price, whole)
+        planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
         if isinstance(price, TooDear):
-            self._compare_compute(observed, None, False)
-            tuning.put_off(observed, exchange.num_lanes, budget, price, self._step)
+            tuning.put_off(exchange, planner, observed, budget, price, self._step)
         else:
             gated = self._gate is not None and not self._gate_shut
-            whole = self._replanning.agreed(self._step)
-            computes_s = self._compare_compute(observed, price, whole)
-            planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
             assert isinstance(self._cost, Best | Paying)
             tuning.begin(exchange, planner, observed, self._cost, self._step, budget, began_s, gated=gated, whole=whole)
         self._next_plan = tuning.plan_at(self._step)
+        compare(exchange.control, describe_plan(self._next_plan))
         self._write_plan(observed, self._next_plan)
 
     @property

@@ -207,15 +207,18 @@ class Tuning:
         elapsed_s, step_s = (max(map(float, column)) for column in zip(*map(str.split, told), strict=True))
         return Budget(max(0.0, allowance_s(step_s, elapsed_s) - self._lost_s), step_s)
 
-    def put_off(self, observed: Profile, num_lanes: int, budget: Budget, price: TooDear, step: int) -> None:
-        """Timing messages would cost more than it may: what runs, or the default, runs until steps so far have paid for
-        it. The same on all ranks."""
+    def put_off(
+        self, exchange: Exchange, planner: int, observed: Profile, budget: Budget, price: TooDear, step: int
+    ) -> None:
+        """Collective. Timing messages would cost more than it may: what runs, or the default, runs until steps so far
+        have paid for it. That, too, is one rank's plan: gradients may come in another order on each."""
         self._lost_s += price.spent_s
         self._not_before = max(step + PATIENCE, budget.affordable_at(price.seconds, self._lost_s))
         if self._chosen is None:
-            plan = as_recipe(DEFAULT).plan(observed, num_lanes)
-            self._field, self._turns = (Candidate(recipe=DEFAULT, plan=plan, predicted_s=budget.step_s),), PLANS
-            self._trials, self._chosen, self._is_put_off = Trials(1, step), plan, True
+            plan = as_recipe(DEFAULT).plan(observed, exchange.num_lanes)
+            own = (Candidate(recipe=DEFAULT, plan=plan, predicted_s=budget.step_s),)
+            self._field, self._turns = self._hear(exchange, planner, observed, own), PLANS
+            self._trials, self._chosen, self._is_put_off = Trials(1, step), self._field[0].plan, True
         self._tell(f"waiting for step {self._not_before}: by then a race costs less than {SHARE:.0%} of the time")
 
     def begin(
