@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 import torch
@@ -66,17 +66,15 @@ def measure_cost(
     sizes = sizes_up_to(most_nbytes)
     buffer = torch.zeros(sizes[-1] // 4, device=device)
     names = (NATIVE, *exchange.patterns) if by_size else (next(iter(exchange.patterns), NATIVE),)
-    repeats = REPEATS_OF_SMALL
-    if within_s < math.inf:
-        found = _affordable(exchange, names, buffer, sizes, step, within_s)
-        if isinstance(found, TooDear):
-            return found
-        repeats = found
+    samples = _Samples(exchange, buffer, sizes, step)
+    too_dear = samples.collect(names, within_s)
+    if too_dear is not None:
+        return too_dear
     dense = imagined([(1024, max(1, buffer.numel() // 1024))], buffer.dtype)
     traffic = codec.traffic(dense, exchange.world)
     touch_s_per_byte = _touch_s_per_byte(buffer)
     return Priced(
-        ways={name: _table(exchange, name, buffer, sizes, step, repeats) for name in names},
+        ways={name: samples.table(name) for name in names},
         by_size=by_size,
         count=2 if names[0] in HALVES else 1,
         fraction=traffic.sent_nbytes / max(1, EXACT.traffic(dense, exchange.world).sent_nbytes),
@@ -85,23 +83,71 @@ def measure_cost(
     )
 
 
-def _affordable(
-    exchange: Exchange, names: tuple[str, ...], buffer: torch.Tensor, sizes: tuple[int, ...], step: int, within_s: float
-) -> int | TooDear:
-    """How often each small message may be sent. Collective: each is sent once, by the first way, after a first time
-    that opens connections; other ways are taken to be alike."""
-    for nbytes in sizes:
-        _once(exchange, names[0], buffer[: nbytes // 4], step)
-    once_s = [_once(exchange, names[0], buffer[: nbytes // 4], step) for nbytes in sizes]
-    small_s = sum(seconds for nbytes, seconds in zip(sizes, once_s, strict=True) if nbytes <= SMALL)
-    told = exchange.control.gather(f"{small_s!r} {sum(once_s) - small_s!r}", "compare what messages take")
-    small_s, large_s = (max(map(float, column)) for column in zip(*map(str.split, told), strict=True))
-    costs_s = {
-        repeats: len(names) * ((1 + repeats) * small_s + (1 + min(repeats, REPEATS)) * large_s)
-        for repeats in range(LEAST_REPEATS, 1 + REPEATS_OF_SMALL)
-    }
-    fitting = [repeats for repeats, seconds in costs_s.items() if seconds <= within_s]
-    return max(fitting) if fitting else TooDear(costs_s[LEAST_REPEATS], 2 * (small_s + large_s))
+class _Samples:
+    """What messages took, in rounds of one message of each size by each way: what disturbs a machine for a while meets
+    all of them alike."""
+
+    def __init__(self, exchange: Exchange, buffer: torch.Tensor, sizes: tuple[int, ...], step: int) -> None:
+        self._exchange, self._buffer, self._sizes, self._step = exchange, buffer, sizes, step
+        self._times_s: dict[tuple[str, int], list[float]] = {}
+        self._busy_s: dict[str, list[float]] = {}
+        self._began_s = time.perf_counter()
+
+    def collect(self, names: Sequence[str], within_s: float) -> TooDear | None:
+        """Collective. Rounds until there are enough, or until there is no time for another. None: there are enough."""
+        if within_s < math.inf:
+            # A first time opens connections. By one way, the others are taken to be alike: if there is no time for all
+            # of them, not much is to be lost by finding that out.
+            self._round(names[:1], large=True)
+            *seconds, spent_s = self._agreed(self._round(names[:1], large=True))
+            least_s = (1 + LEAST_REPEATS) * len(names) * sum(seconds)
+            if spent_s + least_s > within_s:
+                return TooDear(spent_s + least_s, spent_s)
+        for number in range(1 + REPEATS_OF_SMALL):
+            took = self._round(names, large=number <= REPEATS)
+            if number == 0:
+                self._times_s, self._busy_s = {}, {}
+            if within_s == math.inf:
+                continue
+            small_s, large_s, spent_s = self._agreed(took)
+            next_s = small_s + (large_s if number < REPEATS else 0.0)
+            least_s = max(0, LEAST_REPEATS - number) * next_s
+            if least_s and spent_s + least_s > within_s:
+                return TooDear(spent_s + least_s, spent_s)
+            if spent_s + next_s > within_s:
+                break
+        return None
+
+    def table(self, name: str) -> CostTable:
+        """host_s is of all threads: what a lane or the backend's own threads take is missing where training computes,
+        unless there are cores to spare."""
+        points = tuple((nbytes, midmean(times_s)) for (way, nbytes), times_s in self._times_s.items() if way == name)
+        return CostTable(points=points, host_s=self._exchange.crowding * mean(self._busy_s[name]))
+
+    def _round(self, names: Sequence[str], large: bool) -> tuple[float, float]:
+        """Seconds of small messages, and of large ones."""
+        small_s = large_s = 0.0
+        for name in names:
+            for nbytes in self._sizes:
+                if nbytes > SMALL and not (large and name in LEAN):
+                    continue
+                busy_s = time.process_time()
+                seconds = _once(self._exchange, name, self._buffer[: nbytes // 4], self._step)
+                if nbytes == self._sizes[0]:
+                    self._busy_s.setdefault(name, []).append(time.process_time() - busy_s)
+                self._times_s.setdefault((name, nbytes), []).append(seconds)
+                if nbytes <= SMALL:
+                    small_s += seconds
+                else:
+                    large_s += seconds
+        return small_s, large_s
+
+    def _agreed(self, took_s: tuple[float, float]) -> tuple[float, float, float]:
+        """On the slowest rank, and of all so far."""
+        mine = " ".join(repr(seconds) for seconds in (*took_s, time.perf_counter() - self._began_s))
+        told = self._exchange.control.gather(mine, "compare what messages take")
+        small_s, large_s, spent_s = (max(map(float, column)) for column in zip(*map(str.split, told), strict=True))
+        return small_s, large_s, spent_s
 
 
 def measure_paying(
@@ -172,23 +218,6 @@ def _touch_s_per_byte(buffer: torch.Tensor) -> float:
         _finish(buffer)
         times_s.append(time.perf_counter() - start_s)
     return median(times_s[1:]) / (2 * buffer.nbytes)
-
-
-def _table(
-    exchange: Exchange, pattern: str, buffer: torch.Tensor, sizes: tuple[int, ...], step: int, repeats: int
-) -> CostTable:
-    points = []
-    for nbytes in (size for size in sizes if pattern in LEAN or size <= SMALL):
-        number = 1 + (repeats if nbytes <= SMALL else min(repeats, REPEATS))
-        times_s = [_once(exchange, pattern, buffer[: nbytes // 4], step) for _ in range(number)]
-        points.append((nbytes, midmean(times_s[1:])))
-    # Of all threads: what a lane or the backend's own threads take is missing where training computes, unless there
-    # are cores to spare.
-    began_s = time.process_time()
-    for _ in range(1 + repeats):
-        _once(exchange, pattern, buffer[: sizes[0] // 4], step)
-    host_s = exchange.crowding * (time.process_time() - began_s) / (1 + repeats)
-    return CostTable(points=tuple(points), host_s=host_s)
 
 
 def _once(exchange: Exchange, pattern: str, values: torch.Tensor, step: int) -> float:

@@ -7,7 +7,9 @@ processors is in no table. So a few of them are tried.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -22,8 +24,9 @@ from gradientflow.recipe import DEFAULT, Recipe
 #: Schedules that are worth a look; each by the group's own all-reduce, by each pattern, and by what is quickest.
 QUICK = ("lazy", "lazy:4MB", "merge")
 QUICK_FOR_A_GATE = "bytescheduler"
-#: With a gate and without. One plan takes up to three times as long as all those (16 tensors: 70 ms and 25 ms).
-SEARCHED, SEARCH_TIMES = "flow", 3.0
+#: With a gate and without. One plan takes up to 3.4 times as long as all those (16 tensors: 15 ms and 4; 604 tensors:
+#: 160 ms and 170).
+SEARCHED, SEARCH_TIMES = "flow", 3.4
 #: Tried beside the default.
 MOST = 3
 #: What a codec has to gain of a message by prices to be tried: it may lose as much, since prices know nothing of what
@@ -64,9 +67,10 @@ def candidates(
     plans = _Plans(profile, num_lanes, cost, gated=gated, whole=whole)
     watch = _Watch(within_s)
     quick = plans.quick()
-    every = [next(quick), *watch.while_there_is_time(quick)]
-    watch.longest_s = SEARCH_TIMES * watch.spent_s
-    every += watch.while_there_is_time(plans.searched())
+    with _uncollected():
+        every = [next(quick), *watch.while_there_is_time(quick)]
+        watch.longest_s = SEARCH_TIMES * watch.spent_s
+        every += watch.while_there_is_time(plans.searched())
     default = next(each for each in every if each.recipe == DEFAULT)
     others: dict[str, Candidate] = {}
     for each in sorted(every, key=lambda each: each.predicted_s):
@@ -88,6 +92,19 @@ def of_both_kinds(
     kinds = {each.gated for each in (*beside, *chosen)}
     others = [each for each in by_prediction[number:] if each.gated not in kinds]
     return (*chosen[: number - 1], others[0]) if others else chosen
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Plans hold no cycles, but so many objects that Python begins to look for some, in all that torch has imported:
+    180 ms beside the 15 ms that a dozen plans take."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Watch:
