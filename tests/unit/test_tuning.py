@@ -18,7 +18,7 @@ from gradientflow.runtime.tuning import ANEW, BACK, CODECS, NONE, PATIENCE, Tuni
 from gradientflow.trace import Recorder
 from gradientflow.tune.candidates import MOST, Candidate, candidates, rivals
 from gradientflow.tune.notes import Notes
-from gradientflow.tune.trials import SHARE, WINDOW, Budget, longest
+from gradientflow.tune.trials import PRICING, SHARE, WINDOW, Budget, longest
 
 #: Few tensors: plans of them are made quickly, and differ.
 PROFILE = Profile(tensors=tuple(
@@ -31,6 +31,7 @@ COST = Best({
 })  # fmt: skip
 #: A codec that gains a fifth of each message.
 PAYING = Paying(Line(alpha_s=8e-4, beta_s_per_byte=8e-9), COST.ways["ring"], COST.ways["ring"])
+DEFAULT_PLAN = as_recipe("lazy").plan(PROFILE, 2)
 #: Steps before the race, of a second each.
 BEFORE = 3
 
@@ -147,20 +148,28 @@ def test_drift_is_answered_and_what_runs_is_the_one_to_beat() -> None:
     assert job.tuning.notes.lost_s <= SHARE * max(job.now_s, 1000 * 1.5) + 10
 
 
-def test_a_race_that_is_too_dear_is_put_off_until_it_is_not() -> None:
-    """Steps of 10 ms; timing messages would take a second and did take 50 ms."""
+def put_off(job: Job, price_s: float, spent_s: float) -> None:
+    budget, began_s = job.tuning.budget(job.exchange, 0.01), job.now_s
+    job.now_s += spent_s
+    job.tuning.put_off(job.exchange, 0, PROFILE, DEFAULT_PLAN, budget, TooDear(price_s), job.step, began_s)
+
+
+@pytest.mark.parametrize("first", [BEFORE, 50_000], ids=["at the beginning", "of a job that goes on"])
+def test_a_race_that_is_too_dear_is_put_off_until_it_is_not(first: int) -> None:
+    """Steps of 10 ms; timing messages would take a second, and 50 ms have gone by."""
     job = Job(lambda plan, step: 0.01)
-    job.now_s = 0.03
+    job.now_s, job.step = 0.03, first
     budget = job.tuning.budget(job.exchange, 0.01)
-    assert budget == Budget(may_s=pytest.approx(SHARE * 1000 * 0.01), step_s=0.01)
-    job.tuning.put_off(job.exchange, 0, PROFILE, budget, TooDear(1.0, spent_s=0.05), BEFORE)
-    job.step = BEFORE
+    assert budget == Budget(may_s=pytest.approx(SHARE * 1000 * 0.01), step_s=0.01, elapsed_s=0.03)
+    put_off(job, price_s=1.0, spent_s=0.05)
     assert job.tuning.is_put_off and job.tuning.is_on and not job.tuning.is_racing
-    assert job.tuning.plan_at(BEFORE).schedule == "lazy" and "waiting for step" in job.written[-1].doing
+    assert job.tuning.plan_at(first).schedule == "lazy" and "waiting for step" in job.written[-1].doing
+    assert job.tuning.notes.lost_s == pytest.approx(0.05)
     while not job.num_races:
         job.run(1)
-        assert job.step < 20_000
-    assert job.step * 0.01 * SHARE >= 1.0 + 0.05, "by then it costs what it may"
+        assert job.step < first + 20_000
+    due_s = (1.0 / PRICING + 0.05) / SHARE
+    assert (job.step - first) * 0.01 == pytest.approx(due_s, rel=1e-3), "by then it costs what it may"
     job.run(100)
     [race] = job.tuning.notes.races
     assert not job.tuning.is_put_off and len(race.tried) > 1 and race.why == "start"
@@ -170,9 +179,48 @@ def test_what_has_won_runs_on_where_another_race_is_too_dear() -> None:
     job = Job(by_schedule(lazy=1.4, merge=1.0, flow=1.5))
     job.run(300)
     plan = job.tuning.plan_at(job.step)
-    budget = job.tuning.budget(job.exchange, 1.0)
-    job.tuning.put_off(job.exchange, 0, PROFILE, budget, TooDear(1e3, spent_s=0.1), job.step)
+    put_off(job, price_s=20.0, spent_s=0.1)
     assert job.tuning.plan_at(job.step) == plan and not job.tuning.is_put_off
+    assert "waiting for step" in job.tuning.notes.doing and not job.tuning.is_due(job.step + 10**6)
+    job.run(3000)
+    assert not job.tuning.notes.doing and job.num_races == 1, "steps are what they were"
+
+
+def test_what_was_loaded_runs_on_where_another_race_is_too_dear() -> None:
+    job = Job(by_schedule(lazy=1.4, merge=1.0, flow=1.5))
+    job.run(300)
+    [race] = job.tuning.notes.races
+    resumed = Job(lambda plan, step: 0.01)
+    resumed.tuning.remember(race)
+    resumed.now_s = 1.0
+    put_off(resumed, price_s=20.0, spent_s=0.1)
+    assert not (resumed.tuning.is_on or resumed.tuning.is_put_off) and resumed.tuning.notes.races == (race,)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_what_is_done_between_steps_is_no_drift(said: bool) -> None:
+    """Every third step stands before an evaluation of ten seconds."""
+    job = Job(by_schedule(lazy=1.4, merge=1.0, flow=1.5))
+    job.run(60)
+    for _ in range(100):
+        job.run(3)
+        job.now_s += 10.0
+        if said:
+            job.tuning.stand_apart()
+    assert (job.num_races == 1) is said
+
+
+def test_where_there_is_no_rival_another_race_may_come() -> None:
+    """No time for any plan but the default; later steps take thrice as long, and there is time."""
+    job = Job(lambda plan, step: 1.0 if step < 300 else 3.0)
+    job.step = BEFORE
+    nothing = Budget(0.0, 1.0, elapsed_s=3.0)
+    job.tuning.begin(job.exchange, 0, PROFILE, COST, BEFORE, nothing, 0.0, gated=False, whole=False)
+    assert not job.tuning.is_racing and not job.tuning.is_put_off
+    job.run(290)
+    assert not job.num_races
+    job.run(100)
+    assert job.num_races == 1 and len(job.tuning.notes.races[0].tried) > 1
 
 
 def test_where_time_is_short_few_plans_are_made() -> None:

@@ -337,7 +337,7 @@ class Bakeoff:
         plan = flow.plan
         num_dense = sum(message.dense for message in plan.messages)
         dense = [f"{num_dense} of {len(plan.messages)} messages without the codec"] if num_dense else []
-        chosen = plan.why.splitlines()[0].removeprefix("auto ") if plan.why.startswith("auto chose ") else ""
+        chosen = plan.why.splitlines()[0].removeprefix("auto ") if plan.why.startswith("auto ") else ""
         return [chosen, *dense] if chosen else dense
 
     def _bytes_per_s(self) -> float:

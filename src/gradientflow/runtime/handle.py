@@ -88,8 +88,8 @@ class Flow(ABC):
 
     @property
     def is_trying(self) -> bool:
-        """Whether plans are tried in turn, or are to be, or what has won may yet be given up: what runs now may not be
-        what will."""
+        """Whether plans are tried in turn, or will soon be, or what has won may yet be given up: what runs now may not
+        be what will."""
         return False
 
     @property

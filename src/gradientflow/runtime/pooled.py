@@ -94,7 +94,6 @@ class PooledFlow(GradientFlow):
         self._cache = cache
         self._tuning = self._new_tuning()
         self._num_observed = 0
-        self._step_s = math.inf  # the shortest
         self._version = 0  # of the pool when backward had ended
         self._asked_early = False  # for another plan, as was learnt when other ranks might be anywhere
 
@@ -135,6 +134,10 @@ class PooledFlow(GradientFlow):
     @property
     def is_trying(self) -> bool:
         return self._tuning.is_racing or self._tuning.is_waiting or self._tuning.is_on_probation
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._tuning.stand_apart()
 
     def begin_forward(self) -> None:
         super().begin_forward()
@@ -256,6 +259,7 @@ class PooledFlow(GradientFlow):
         return Situation(self.profile(), self._plan_now, self.recipe, self._exchange.world, self._tuning.notes)
 
     def _new_tuning(self) -> Tuning:
+        self._step_s = math.inf  # the shortest
         return Tuning(self._recorder, self._cache, self._write_notes)
 
     def _write_plan(self, profile: Profile, plan: Plan) -> None:
@@ -457,7 +461,12 @@ class PooledFlow(GradientFlow):
         computes_s = self._compare_compute(observed, tuning.notes.price if isinstance(price, TooDear) else price, whole)
         planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
         if isinstance(price, TooDear):
-            tuning.put_off(exchange, planner, observed, budget, price, self._step)
+            default = as_recipe(DEFAULT).plan(observed, exchange.num_lanes)
+            if self.recipe.weighs:  # not known to pay for any message
+                default = default.compressed_if(lambda message: False)
+            tuning.put_off(exchange, planner, observed, default, budget, price, self._step, began_s)
+            if not tuning.is_on:
+                return  # what was loaded goes on
         else:
             gated = self._gate is not None and not self._gate_shut
             assert isinstance(self._cost, Best | Paying)
@@ -636,8 +645,7 @@ class PooledFlow(GradientFlow):
                 if self._tuning.step_began(self._exchange, self._step, self._previous_opened_s, self._opened_s):
                     self._agree_on_observed_plan()
                     self._opened_s = self._recorder.clock()
-            plan = self._tuning.plan_at(self._step)
-            self._next_plan = plan if plan != self._plan_now else None
+            self._run_next(self._tuning.plan_at(self._step))
         if self._next_plan is not None:
             plan, self._next_plan = self._next_plan, None
             self._install(plan)
@@ -655,6 +663,16 @@ class PooledFlow(GradientFlow):
                 )
             self._compression.begin(self._exchange.world / self._num_contributing)
         self._pump.begin(self._step)
+
+    def _run_next(self, plan: Plan) -> None:
+        """Nothing is laid out anew for a plan that is the same. To find that out takes a microsecond a slice, so of
+        each plan it is found out once."""
+        self._next_plan = None
+        if plan is not self._plan_now:
+            if plan != self._plan_now:
+                self._next_plan = plan
+            else:
+                self._plan_now = plan
 
     def _accumulates(self) -> bool:
         """Whether gradients of the last exchange are still there. The one that has just arrived tells nothing."""
@@ -730,7 +748,7 @@ class PooledFlow(GradientFlow):
         with self._breaking():
             self._pump.wait([self._pool.carrier])
         # Ranks learn it at different moments, and one may wait for another meanwhile: they plan at the next step.
-        self._asked_early = self._pool.somebody_asks()
+        self._asked_early = self._pool.somebody_asks() or self._tuning.is_due(self._step)
         self._conclude(self._pool.somebody_skipped())
 
     def catch_up(self) -> None:
@@ -917,7 +935,7 @@ class PooledFlow(GradientFlow):
             if self._num_observed < (OBSERVED_STEPS if self.recipe.needs_cost or self._options.gate else 1):
                 return
             self._agree_on_observed_plan()
-        elif self._pool.somebody_asks():
+        elif self._pool.somebody_asks() or self._tuning.is_due(self._step):
             self._agree_on_observed_plan()
 
     def _num_calls_outside(self) -> int:

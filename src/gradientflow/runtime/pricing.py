@@ -34,10 +34,9 @@ SETTLING = 2
 
 
 class TooDear(NamedTuple):
-    """Timing messages would take so long, and it has taken so long to find that out; as all ranks agree."""
+    """Timing messages would take so long, as all ranks agree."""
 
     seconds: float
-    spent_s: float
 
 
 def sizes_up_to(most_nbytes: int) -> tuple[int, ...]:
@@ -85,7 +84,7 @@ def measure_cost(
 
 class _Samples:
     """What messages took, in rounds of one message of each size by each way: what disturbs a machine for a while meets
-    all of them alike."""
+    all of them alike. Before each way ranks meet: they have not come from what was before at the same moment."""
 
     def __init__(self, exchange: Exchange, buffer: torch.Tensor, sizes: tuple[int, ...], step: int) -> None:
         self._exchange, self._buffer, self._sizes, self._step = exchange, buffer, sizes, step
@@ -102,7 +101,7 @@ class _Samples:
             *seconds, spent_s = self._agreed(self._round(names[:1], large=True))
             least_s = (1 + LEAST_REPEATS) * len(names) * sum(seconds)
             if spent_s + least_s > within_s:
-                return TooDear(spent_s + least_s, spent_s)
+                return TooDear(spent_s + least_s)
         for number in range(1 + REPEATS_OF_SMALL):
             took = self._round(names, large=number <= REPEATS)
             if number == 0:
@@ -113,7 +112,7 @@ class _Samples:
             next_s = small_s + (large_s if number < REPEATS else 0.0)
             least_s = max(0, LEAST_REPEATS - number) * next_s
             if least_s and spent_s + least_s > within_s:
-                return TooDear(spent_s + least_s, spent_s)
+                return TooDear(spent_s + least_s)
             if spent_s + next_s > within_s:
                 break
         return None
@@ -128,6 +127,7 @@ class _Samples:
         """Seconds of small messages, and of large ones."""
         small_s = large_s = 0.0
         for name in names:
+            small_s += _once(self._exchange, name, self._buffer[:1], self._step)
             for nbytes in self._sizes:
                 if nbytes > SMALL and not (large and name in LEAN):
                     continue

@@ -30,7 +30,7 @@ from gradientflow.trace import MAIN, Recorder, Span
 from gradientflow.tune.candidates import MOST, Candidate, candidates, kind, of_both_kinds
 from gradientflow.tune.memory import CHECKED, Cache, Remembered, fingerprint, fingerprint_of_model
 from gradientflow.tune.notes import Notes, Race, Tried
-from gradientflow.tune.trials import PLANS, SHARE, Budget, Seen, Trials, Turns, allowance_s, midmean
+from gradientflow.tune.trials import PLANS, Budget, Seen, Trials, Turns, allowance_s, midmean
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class Tuning:
         self._trials = Trials(1, 0)
         self._chosen: Plan | None = None
         self._not_before, self._patience = 0, PATIENCE
-        self._is_put_off = False
+        self._is_put_off = False  # the default runs only until a race can be paid for
+        self._was_apart = False
         self._lost_s = 0.0
         self._keys = "", ""  # of the model and of the cluster
         self._remembered: Remembered | None = None  # and being checked
@@ -93,8 +94,12 @@ class Tuning:
 
     @property
     def is_put_off(self) -> bool:
-        """Whether the default runs only until a race can be paid for."""
+        """Whether a first race waits until steps have paid for it."""
         return self._is_put_off
+
+    def is_due(self, step: int) -> bool:
+        """Whether what was put off is to be by now. All ranks know it, nobody need ask."""
+        return self._is_put_off and step >= self._not_before
 
     @property
     def is_waiting(self) -> bool:
@@ -205,21 +210,40 @@ class Tuning:
         step_s = min(self._trials.recent_s or step_s, elapsed_s)
         told = exchange.control.gather(f"{elapsed_s!r} {step_s!r}", "compare what tuning may cost")
         elapsed_s, step_s = (max(map(float, column)) for column in zip(*map(str.split, told), strict=True))
-        return Budget(max(0.0, allowance_s(step_s, elapsed_s) - self._lost_s), step_s)
+        return Budget(max(0.0, allowance_s(step_s, elapsed_s) - self._lost_s), step_s, elapsed_s)
 
     def put_off(
-        self, exchange: Exchange, planner: int, observed: Profile, budget: Budget, price: TooDear, step: int
+        self,
+        exchange: Exchange,
+        planner: int,
+        observed: Profile,
+        default: Plan,
+        budget: Budget,
+        price: TooDear,
+        step: int,
+        began_s: float,
     ) -> None:
-        """Collective. Timing messages would cost more than it may: what runs, or the default, runs until steps so far
-        have paid for it. That, too, is one rank's plan: gradients may come in another order on each."""
-        self._lost_s += price.spent_s
-        self._not_before = max(step + PATIENCE, budget.affordable_at(price.seconds, self._lost_s))
-        if self._chosen is None:
-            plan = as_recipe(DEFAULT).plan(observed, exchange.num_lanes)
-            own = (Candidate(recipe=DEFAULT, plan=plan, predicted_s=budget.step_s),)
+        """Collective. Timing messages would cost more than it may: what has won, or the default, runs until steps so
+        far have paid for it. That, too, is one rank's plan: gradients may come in another order on each. began_s: when
+        messages began to be timed, by the recorder's clock."""
+        if self._chosen is None and not self.notes.races:
+            own = (Candidate(recipe=DEFAULT, plan=default, predicted_s=budget.step_s),)
             self._field, self._turns = self._hear(exchange, planner, observed, own), PLANS
             self._trials, self._chosen, self._is_put_off = Trials(1, step), self._field[0].plan, True
-        self._tell(f"waiting for step {self._not_before}: by then a race costs less than {SHARE:.0%} of the time")
+        self._lose(exchange, began_s)
+        if self._chosen is None:
+            return  # what was loaded goes on, and is asked about again where it does not fit (runtime/replanning.py)
+        self._not_before = step + max(PATIENCE, budget.affordable_in(price.seconds, self._lost_s))
+        words = f"waiting for step {self._not_before}: timing messages takes {price.seconds:.2g} s, too much before it"
+        if self._is_put_off:
+            self._chosen = self._chosen.model_copy(update={"why": f"auto is {words}"})
+        self._tell(words)
+
+    def _lose(self, exchange: Exchange, began_s: float) -> None:
+        """Collective. On the slowest rank, in which nobody trained."""
+        mine = repr(self._recorder.clock() - began_s)
+        self._lost_s += max(map(float, exchange.control.gather(mine, "compare what tuning took")))
+        self.notes = self.notes.model_copy(update={"lost_s": self._lost_s})
 
     def begin(
         self,
@@ -250,13 +274,15 @@ class Tuning:
             )
             own = self._with_what_runs(found, gated)
         self._field, self._turns, self._is_put_off = self._hear(exchange, planner, observed, own), PLANS, False
-        lost_s = self._recorder.clock() - began_s
-        told = exchange.control.gather(repr(lost_s), "compare what timing messages and planning took")
-        self._lost_s += max(float(text) for text in told)
+        self._lose(exchange, began_s)
         self._trials, self._chosen = Trials(len(self._field), step, self._lost_s, self._turns), None
         self._tell(f"racing {', '.join(map(str, self._field))}")
         if self._trials.winner is not None:
+            # Nobody to race with. What steps take now is what they are held against.
+            self._trials.found_s = [budget.step_s]
+            self._trials.settle(0)
             self._chosen = self._field[0].plan
+            self._not_before, self._patience = step + self._patience, 2 * self._patience
             self._tell("")
 
     def _hear(
@@ -303,10 +329,14 @@ class Tuning:
         """The same on all ranks."""
         return self._chosen or self._field[self._trials.candidate(step)].plan
 
+    def stand_apart(self) -> None:
+        """Between this step and the next one, something other than training is done."""
+        self._was_apart = True
+
     def step_began(self, exchange: Exchange, step: int, before_s: float, now_s: float) -> bool:
         """The one before began then. Collective when a round or a check ends. Returns whether a race has to begin,
         because what was remembered holds no longer."""
-        seconds = now_s - before_s
+        seconds, was_apart, self._was_apart = now_s - before_s, self._was_apart, False
         if self._remembered is not None:
             if step > self._trials.first:
                 self._checked.append(seconds)
@@ -315,7 +345,8 @@ class Tuning:
         racing = self._trials.winner is None
         if racing and step > self._trials.first:
             self._note_trial(self._trials.candidate(step - 1), step - 1, before_s, now_s)
-        self._trials.took(step - 1, seconds)
+        if racing or not was_apart:  # in a race all have the same; after it, it is no drift
+            self._trials.took(step - 1, seconds)
         if racing and step >= self._trials.end:
             mine = self._trials.seen(now_s - self._began_s).model_dump_json()
             told = exchange.control.gather(mine, "compare what plans took")
@@ -367,9 +398,15 @@ class Tuning:
             return BACK
         if step < self._not_before:
             return NONE
+        if self._is_put_off:
+            return ANEW
         elapsed_s = self._recorder.clock() - self._began_s
         affordable = self._lost_s < allowance_s(self._trials.expected_s, elapsed_s)
-        return ANEW if self._is_put_off or (self._trials.has_drifted and affordable) else NONE
+        if self._trials.has_drifted and affordable:
+            return ANEW
+        if self.notes.doing:  # steps are what they were before what was put off had to be
+            self._tell("")
+        return NONE
 
     def heed(self, exchange: Exchange, step: int) -> bool:
         """Collective, when somebody had a wish. Whether there is to be a race; else it is done, or out of date."""

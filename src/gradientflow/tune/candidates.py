@@ -170,7 +170,7 @@ def rivals(
     found: dict[str, Candidate] = {}
     for margin in (1.0, Paying.MARGIN, COULD_PAY):
         priced = dataclasses.replace(cost, margin=margin)
-        plan = recipe.plan(profile, num_lanes, priced, gated=gated, whole=whole, words=False)
+        plan = recipe.plan(profile, num_lanes, priced, gated=gated, whole=whole)
         coded = not all(message.dense for message in plan.messages)
         name = str(recipe if coded else recipe.model_copy(update={"codecs": ()}))
         # As it is, too, by what was measured beside the codec: both with all lanes at once.

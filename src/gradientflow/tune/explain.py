@@ -114,7 +114,8 @@ def _chosen(situation: Situation, account: Account) -> Iterator[str]:
             yield f"codec: {notes.doing or _over(notes.races[-1])}"
         return
     if not notes.races:
-        yield f"chosen: nothing yet; auto is {notes.doing or 'at its beginning'}"
+        lost = f"; lost {notes.lost_s:.2f} s to that" if notes.lost_s else ""
+        yield f"chosen: nothing yet; auto is {notes.doing or 'at its beginning'}{lost}"
         return
     race = notes.races[-1]
     yield f"chosen: {_over(race)}"

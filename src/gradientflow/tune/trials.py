@@ -79,6 +79,8 @@ class Budget(NamedTuple):
     may_s: float
     #: Of a step as it is now.
     step_s: float
+    #: Since tuning began.
+    elapsed_s: float
 
     @property
     def pricing_s(self) -> float:
@@ -91,19 +93,20 @@ class Budget(NamedTuple):
     def num_rivals(self, spent_s: float, most: int) -> int:
         """Of the default, of which a first round can be afforded, each in steps of more than twice its length.
 
-        >>> [Budget(may_s=20.0, step_s=1.0).num_rivals(spent_s, most=3) for spent_s in (0.0, 9.0, 12.0, 30.0)]
+        >>> [Budget(20.0, 1.0, 5.0).num_rivals(spent_s, most=3) for spent_s in (0.0, 9.0, 12.0, 30.0)]
         [3, 2, 2, 1]
         """
         a_rival_s = PLANS.first_block * (RISK - 1) * self.step_s
         return max(1, min(most, int((self.may_s - spent_s) / a_rival_s)))
 
-    def affordable_at(self, cost_s: float, lost_s: float) -> int:
-        """The step by which pricing may cost as much, as steps are now.
+    def affordable_in(self, cost_s: float, lost_s: float) -> int:
+        """Steps after which pricing may cost as much, as steps are now.
 
-        >>> Budget(may_s=0.2, step_s=0.01).affordable_at(cost_s=0.4, lost_s=0.0)
-        5000
+        >>> [Budget(0.2, 0.01, elapsed_s).affordable_in(cost_s=0.4, lost_s=0.0) for elapsed_s in (0.0, 10.0, 90.0)]
+        [5000, 4000, 0]
         """
-        return math.ceil((cost_s / PRICING + lost_s) / (SHARE * max(self.step_s, 1e-6)))
+        paid_s = (cost_s / PRICING + lost_s) / SHARE
+        return math.ceil(max(0.0, paid_s - self.elapsed_s) / max(self.step_s, 1e-6))
 
 
 class Seen(Record):

@@ -50,7 +50,7 @@ def _plot(swept: Sequence[Measurement]) -> dict[str, object]:
         samples = measurement.samples
         name = _name(measurement)
         around = [(s.median_s - s.p10_s, s.p90_s - s.median_s) for s in samples]
-        lines.append(Line(name, measurement.points, around))
+        lines.append(Line(name, [(s.nbytes, s.median_s) for s in samples], around))
         alpha_s, beta = measurement.alpha_s, measurement.beta_s_per_byte
         fitted = [s.nbytes for s in samples if s.nbytes >= FITTED_NBYTES] or [s.nbytes for s in samples]
         fits.append(Line(f"{name}, fitted", [(nbytes, alpha_s + beta * nbytes) for nbytes in fitted]))
