@@ -10,6 +10,8 @@ from gradientflow.documents import Document, Record
 
 #: Before the name of a pattern, its all-reduce as an operation.
 BY_PATTERN = "all_reduce by "
+#: Of a message that is nearly all start-up.
+ABREAST_NBYTES = 4096
 #: Samples, so few that less than two of them lie beyond p10 or p90.
 FEW = 20
 
@@ -85,6 +87,9 @@ class Carrying(Record):
     pattern: str = ""
     message_s: float = Field(ge=0.0, allow_inf_nan=False)
     byte_s: float = Field(ge=0.0, allow_inf_nan=False)
+    #: By the clock, what one of `ABREAST_NBYTES` takes while another lane carries as many, one after the other; 0: not
+    #: measured. Threads that wake up find processors taken, and wait for milliseconds that no processor works for them.
+    abreast_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
 
 
 class Processors(Record):

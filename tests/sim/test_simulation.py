@@ -40,7 +40,7 @@ def simulated(
     itemsize = {tensor.name: tensor.torch_dtype.itemsize for tensor in profile.tensors}
     nbytes = [sum(piece.numel * itemsize[piece.tensor] for piece in message.slices) for message in plan.messages]
     parts = [startup_and_wire_s(cost, size) for size in nbytes]
-    loads = [Load(startup_s, wire_s, drag * wire_s) for startup_s, wire_s in parts]
+    loads = [Load(startup_s, wire_s, drag_s=drag * wire_s) for startup_s, wire_s in parts]
     simulation = Simulation(profile, plan, conditions or Conditions(), 4, gated)
     return simulation.run(lambda timeline, activities: Lanes(plan, loads, timeline, activities))
 

@@ -16,6 +16,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import combinations, groupby
 from typing import Any, cast
@@ -32,7 +33,15 @@ from gradientflow.exchange.groups import backend_for, new_group, store_beside
 from gradientflow.exchange.health import Health
 from gradientflow.exchange.links import Links
 from gradientflow.exchange.staged import Staged, peers_of
-from gradientflow.network import BY_PATTERN, Carrying, Measurement, Network, Processors, Sample
+from gradientflow.network import (
+    ABREAST_NBYTES,
+    BY_PATTERN,
+    Carrying,
+    Measurement,
+    Network,
+    Processors,
+    Sample,
+)
 from gradientflow.patterns import ALL_REDUCES
 from gradientflow.plan import NATIVE
 from gradientflow.probe.processors import (
@@ -66,6 +75,8 @@ STREAM_PATIENCE_S = 5.0
 #: The largest message of a stream.
 MAX_STREAMED = 4 * 2**20
 MIN_REPEATS, MAX_REPEATS = 5, 50
+#: On each of two lanes; of small messages, some of which take ten times as long as others.
+MAX_ABREAST = 400
 #: Up to this size a message is mostly start-up, by other rules (MPI libraries and NCCL change protocols).
 SMALL_NBYTES = 16 * 2**10
 
@@ -213,10 +224,10 @@ class _Prober:
         self.buffer = torch.empty(sizes[-1] // 4, device=self._device).zero_()
         self.number = torch.zeros(1, dtype=torch.int64, device=self._device)
 
-    def _group_of(self, size: int) -> Any:
+    def _group_of(self, size: int, name: str = "probe") -> Any:
         """Of the first `size` ranks, of which this is one."""
         try:
-            return new_group(self.backend, self._store, f"probe-{size}", self.rank, size, self.limit_s)
+            return new_group(self.backend, self._store, f"{name}-{size}", self.rank, size, self.limit_s)
         except RuntimeError as error:
             raise self._failure("connect to the other ranks", (), error) from error
 
@@ -262,15 +273,28 @@ class _Prober:
             starts = [partial(self.group.allreduce, part) for part in parts]
             self.do_all(starts, f"all-reduce {nbytes} bytes", ())
 
-        carrying = [self._carrying("", native, sharing * 2, each_s)]
+        small = [both[: ABREAST_NBYTES // 4] for both in (buffer, other)]
+        groups = [self.group]
+        if self._device.type == "cpu":  # NCCL's communicators are not for two threads at a time
+            groups.append(self._group_of(self.world, "beside"))
+
+        def on_lane(lane: int) -> None:
+            self.do(lambda: groups[lane].allreduce([small[lane]]), f"all-reduce {ABREAST_NBYTES} bytes")
+
+        carrying = [self._carrying("", native, on_lane, sharing * 2, each_s)]
+        for beside in groups[1:]:
+            beside.shutdown()
         if patterns:
             with self._staged(patterns) as run:
                 for name in patterns:
 
                     def once(nbytes: int, name: str = name) -> None:
-                        run(name, buffer[: nbytes // 4])
+                        run(name, buffer[: nbytes // 4], 0)
 
-                    carrying.append(self._carrying(name, once, sharing, each_s))
+                    def by_pattern(lane: int, name: str = name) -> None:
+                        run(name, small[lane], lane)
+
+                    carrying.append(self._carrying(name, once, by_pattern, sharing, each_s))
         native(4)  # all at once from here on: what computes gets slower by that, and its memory too
         # On an accelerator that computes it is no processor's work.
         gather_s, gather_s_per_byte = gathered_s() if self._device.type == "cpu" else (0.0, 0.0)
@@ -285,14 +309,37 @@ class _Prober:
         text = self._control.gather(found.model_dump_json(), "exchange what messages take of processors")[0]
         return Processors.model_validate_json(text)
 
-    def _carrying(self, pattern: str, once: Callable[[int], None], sharing: int, each_s: float) -> Carrying:
+    def _carrying(
+        self, pattern: str, once: Callable[[int], None], on_lane: Callable[[int], None], sharing: int, each_s: float
+    ) -> Carrying:
+        """once: of so many bytes. on_lane: of a few; lanes may be used by threads at the same time."""
         points, agree = [], self._agree_in(self.group)
         for nbytes in COUNTED_NBYTES:
             once(nbytes)
             repeats = agree(max(MIN_REPEATS, round(each_s / max(1e-6, _timed(once, nbytes)))))
             points.append((nbytes, counted_s(partial(once, nbytes), repeats) / repeats / sharing))
         message_s, byte_s = line(points)
-        return Carrying(pattern=pattern, message_s=message_s, byte_s=byte_s)
+        abreast_s = self._abreast(on_lane, each_s) if self._device.type == "cpu" else 0.0
+        return Carrying(pattern=pattern, message_s=message_s, byte_s=byte_s, abreast_s=abreast_s)
+
+    def _abreast(self, on_lane: Callable[[int], None], budget_s: float) -> float:
+        """Of each message, where two threads send them one after the other, as lanes do."""
+        agree = self._agree_in(self.group)
+
+        def on_both(repeats: int) -> float:
+            def several(lane: int) -> None:
+                for _ in range(repeats):
+                    on_lane(lane)
+
+            start_s = time.perf_counter()
+            list(threads.map(several, range(2)))
+            return (time.perf_counter() - start_s) / repeats
+
+        with ThreadPoolExecutor(2, "gradientflow-probe") as threads:
+            for lane in range(2):
+                on_lane(lane)  # connects
+            once_s = on_both(MIN_REPEATS)
+            return on_both(agree(max(4 * MIN_REPEATS, min(MAX_ABREAST, round(budget_s / once_s)))))
 
     def close(self) -> None:
         if self.group is not None:
@@ -316,25 +363,25 @@ class _Prober:
             for name in names:
 
                 def once(nbytes: int, name: str = name) -> None:
-                    run(name, self.buffer[: nbytes // 4])
+                    run(name, self.buffer[: nbytes // 4], 0)
 
                 samples, skipped = self.sweep(once, self._agree_in(self.group), budget_s / len(names))
                 found.append(summarize(f"{BY_PATTERN}{name}", range(self.world), samples, skipped))
         return found if self.rank == 0 else []
 
     @contextlib.contextmanager
-    def _staged(self, names: Sequence[str]) -> Iterator[Callable[[str, torch.Tensor], None]]:
-        """Runs a pattern on some values."""
+    def _staged(self, names: Sequence[str]) -> Iterator[Callable[[str, torch.Tensor, int], None]]:
+        """Runs a pattern on some values, on one of two lanes."""
         connections = Links(self.addresses[self.rank], self._control, self.rank, self.limit_s)
         patterns = {name: ALL_REDUCES[name](self.world) for name in names}
-        connections.connect({peer for one in patterns.values() for peer in peers_of(one, self.rank)}, num_lanes=1)
-        staged = Staged(connections, patterns, self.rank, num_lanes=1)
+        connections.connect({peer for one in patterns.values() for peer in peers_of(one, self.rank)}, num_lanes=2)
+        staged = Staged(connections, patterns, self.rank, num_lanes=2)
 
         def too_long() -> None:
             raise DeadlineError(f"one message by a pattern took longer than {self.limit_s:g} s")
 
         try:
-            yield lambda name, values: staged.run(name, values, 0, too_long, self.limit_s)
+            yield lambda name, values, lane: staged.run(name, values, lane, too_long, self.limit_s)
         except OSError as error:
             raise PeerError(f"rank {self.members[self.rank]} lost a connection ({error})", ()) from error
         finally:
@@ -545,7 +592,10 @@ def osu_table(network: Network) -> str:
 def _in_words(found: Processors) -> Iterator[str]:
     yield f"# processors: {found.ranks} ranks share {found.cores} cores; on each rank an all-reduce takes of them"
     for way in found.carrying:
-        yield f"#   by {way.pattern or NATIVE}: {1e6 * way.message_s:.0f} us, and {1e9 * way.byte_s:.2f} ns a byte"
+        words = f"{1e6 * way.message_s:.0f} us, and {1e9 * way.byte_s:.2f} ns a byte"
+        if way.abreast_s:
+            words += f"; two of {ABREAST_NBYTES} bytes abreast last {1e6 * way.abreast_s:.0f} us"
+        yield f"#   by {way.pattern or NATIVE}: {words}"
 
 
 def ways(network: Network) -> Best | None:

@@ -31,6 +31,8 @@ class Load:
 
     startup_s: float
     wire_s: float
+    #: Of start-up, what is added while another lane carries something.
+    beside_s: float = 0.0
     drag_s: float = 0.0
     links: Mapping[str, float] = field(default_factory=lambda: {WIRE: 1.0})
     encode_s: float = 0.0
@@ -95,6 +97,8 @@ class Lanes:
         self._bring(self._loads[number], lane, lambda: self._done(lane, handed, first))
 
     def _bring(self, load: Load, lane: int, done: Callable[[], None]) -> None:
+        if load.beside_s and len(self._busy) > 1:
+            load = replace(load, startup_s=load.startup_s + load.beside_s, beside_s=0.0)
         # Its work is one message, not so many seconds: what shares a link with it keeps pace, large or small.
         links = {link: share * load.wire_s for link, share in load.links.items()}
         wire = Activity(1.0 if load.wire_s else 0.0, done, links, load.drag_s, load.cores * load.wire_s)
