@@ -40,6 +40,7 @@ def test_all_ranks_get_the_same_network_with_every_operation_in_it(world: int) -
     else:
         assert counted is not None and counted.ranks == world and [way.pattern for way in counted.carrying] == [""]
         assert {found.codec for found in counted.codecs} >= {"int8", "powersgd:2"}
+        assert all(way.abreast_s > 0 for way in counted.carrying)
     whole = [("all_reduce", tuple(range(world)))] if world > 1 else []
     expected = [*whole, *(("p2p", pair) for pair in links(world))]
     assert sorted((found.operation, found.ranks) for found in networks[0].measurements) == sorted(expected)

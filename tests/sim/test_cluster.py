@@ -67,7 +67,8 @@ def test_a_probe_is_a_cluster(tmp_path: Path) -> None:
 
 def test_a_probe_that_counted_processors(tmp_path: Path) -> None:
     encoding = Encoding(codec="topk:sampled", byte_s=1e-9, tensor_s=1e-5)
-    carrying = Carrying(message_s=1e-4, byte_s=2e-9), Carrying(pattern="ring", message_s=1e-5, byte_s=1e-9)
+    native = Carrying(message_s=1e-4, byte_s=2e-9, abreast_s=2e-3)
+    carrying = native, Carrying(pattern="ring", message_s=1e-5, byte_s=1e-9)
     counted = Processors(cores=2, ranks=3, carrying=carrying, gather_s_per_byte=3e-10, codecs=(encoding,))
     all_reduce, ring = measured("all_reduce", (0, 1, 2), 1e-3), measured("all_reduce by ring", (0, 1, 2), 1e-4)
     network = Network(backend="gloo", hosts=("a", "b", "c"), measurements=(all_reduce, ring), processors=counted)

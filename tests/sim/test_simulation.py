@@ -202,6 +202,17 @@ def test_messages_that_were_quick_alone_slow_each_other_down() -> None:
         assert found.iterations_s(1)[-1] == pytest.approx(expected_s)
 
 
+def test_a_message_that_begins_beside_another_takes_longer_to_start() -> None:
+    """A first one on a free machine, a second beside it, a third when both are done."""
+    profile = model((4, 0.0, 0.0), (4, 0.0, 0.0), (4, 0.0, 9.0))
+    loads = [Load(2.0, 1.0, beside_s=1.5, cores_s=0.5)] * 3
+    for num_lanes, ends_s in ((2, [3.0, 4.5, 12.0]), (1, [3.0, 6.0, 12.0])):
+        plan = wfbp(profile).on_lanes(num_lanes)
+        found = Simulation(profile, plan, Conditions(), 1, gated=False).run(partial(Lanes, plan, loads))
+        took = sorted(span.end_s for span in found.trace.of_kind("message"))
+        assert took == pytest.approx(ends_s, abs=1e-6)
+
+
 # - ByteScheduler's toy: three layers, two units each way; pushes and pulls of 3, 6 and 3 units on links of their own.
 
 TOY = model((12, 2.0, 2.0), (24, 2.0, 2.0), (12, 2.0, 2.0))

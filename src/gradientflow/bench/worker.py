@@ -45,7 +45,7 @@ from gradientflow.probe import measure_network
 from gradientflow.processes import die_with_parent
 from gradientflow.profiles import Profile
 from gradientflow.runtime.flow import GradientFlow
-from gradientflow.runtime.pooled import OBSERVED_STEPS
+from gradientflow.runtime.planning import OBSERVED_STEPS
 from gradientflow.runtime.settings import CACHE_ENV
 from gradientflow.trace import Span, Trace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,13 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradientflow.compress import EXACT, Exact, Feedback
-from gradientflow.cost.table import Best, Cost, Paying, Priced
-from gradientflow.documents import parse_json
+from gradientflow.compress import Exact, Feedback
 from gradientflow.errors import NonFiniteError, TrainingError, UsageError
 from gradientflow.exchange import Exchange
-from gradientflow.patterns import scatter_of
-from gradientflow.plan import NATIVE, Plan
+from gradientflow.plan import Plan
 from gradientflow.profiles import Profile, TensorProfile
 from gradientflow.recipe import DEFAULT, Recipe, as_recipe
 from gradientflow.rundir import RunDirectory
@@ -32,31 +28,23 @@ from gradientflow.runtime.keyed import KeyedPump
 from gradientflow.runtime.leaving import LiveTrace
 from gradientflow.runtime.optimizers import Given, OneOptimizer
 from gradientflow.runtime.options import Options
+from gradientflow.runtime.planning import OBSERVED_STEPS, Observed, Planning
 from gradientflow.runtime.pool import Pool
-from gradientflow.runtime.pricing import TooDear, measure_cost, measure_paying
 from gradientflow.runtime.pump import Pump
-from gradientflow.runtime.replanning import Replanning
 from gradientflow.runtime.shards import Shards
 from gradientflow.runtime.shares import Watch
 from gradientflow.runtime.sparse import SparseSums, sparse_names
 from gradientflow.runtime.states import COMPRESSION, RANKS, kept_by, shares
 from gradientflow.runtime.streams import streams_for
-from gradientflow.runtime.tuning import Tuning, read_field, write_field
 from gradientflow.runtime.waiting import UnfinishedGradient
 from gradientflow.saved import reading
 from gradientflow.trace import MAIN, Span
-from gradientflow.tune.candidates import Candidate, rivals
 from gradientflow.tune.explain import Situation
 from gradientflow.tune.memory import Cache
 from gradientflow.tune.notes import FILE as NOTES
-from gradientflow.tune.notes import Notes, Race
+from gradientflow.tune.notes import Notes
 
 _log = logging.getLogger(__name__)
-
-#: Of schedules that go by time: the first pass through a model takes longer than those after it.
-OBSERVED_STEPS = 3
-#: So many times as long as timing messages takes timing them with a codec, too.
-PAYING_TIMES = 4.0
 
 
 class PooledFlow(GradientFlow):
@@ -89,17 +77,11 @@ class PooledFlow(GradientFlow):
         self._watch_optimizer: Watch | None = None
         self._optimizer_is_known = False  # a whole step of it was watched, and it can be run in parts
         self._num_objections = 0
-        self._replanning = Replanning()
-        self._cost: Cost | None = None
-        self._cache = cache
-        self._tuning = self._new_tuning()
-        self._num_observed = 0
+        self._cache, self._observes = cache, observe
+        self._planning = self._new_planning()
         self._version = 0  # of the pool when backward had ended
-        self._asked_early = False  # for another plan, as was learnt when other ranks might be anywhere
 
         # - The plan, and what follows from it. Hooks hold on to the lists, so they are changed in place.
-        self._observes = self._observing = observe
-        self._next_plan: Plan | None = None
         self._pool: Pool | None = None
         self._shards: Shards | None = None
         self._views: list[torch.Tensor] = []  # empty ones for sparse gradients
@@ -133,11 +115,11 @@ class PooledFlow(GradientFlow):
 
     @property
     def is_trying(self) -> bool:
-        return self._tuning.is_racing or self._tuning.is_waiting or self._tuning.is_on_probation
+        return self._planning.is_trying
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._tuning.stand_apart()
+        self._planning.stand_apart()
 
     def begin_forward(self) -> None:
         super().begin_forward()
@@ -161,15 +143,7 @@ class PooledFlow(GradientFlow):
     def state_dict(self) -> dict[str, Any]:
         """Holds the plan too: the order of a sum decides its last bits, so an exact resume needs it."""
         self.catch_up()
-        plan = (self._next_plan or self._plan_now).model_dump_json()
-        # One that is only a guess yet, or one of several that are being tried, is not to be kept for ever.
-        trying = self._tuning.rivals
-        settled = not (self._observing or self._tuning.is_put_off or (self._tuning.is_racing and not trying))
-        found = super().state_dict() | {"recipe": str(self.recipe), "plan": plan, "settled": settled}
-        if trying:
-            found["rivals"] = write_field(trying)
-        elif settled and self._tuning.notes.races:
-            found["race"] = self._tuning.notes.races[-1].model_dump_json()
+        found = super().state_dict() | {"recipe": str(self.recipe)} | self._planning.state_dict(self._plan_now)
         if self._compression:
             kept = {COMPRESSION: self._compression.state_dict()}
             found |= kept_by(self._exchange.rank, self._exchange.world, kept)
@@ -178,8 +152,7 @@ class PooledFlow(GradientFlow):
     @reading("the state")
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         self.catch_up()
-        states, plan = as_states(state), None
-        trying: tuple[Candidate, ...] = ()
+        states, saved = as_states(state), None
         state = states[0]
         if self._roster is not None:
             if self._step:
@@ -191,57 +164,20 @@ class PooledFlow(GradientFlow):
             self._regrouped_at = self._verified_at = self._step
             return
         if isinstance(state, Mapping) and state.get("recipe") == str(self.recipe) and "plan" in state:
-            saved = parse_json(Plan, state["plan"], "the saved plan")
-            if self.recipe.tunes and (strange := self._strange_ways(saved)):
-                # It won where ranks reached each other by connections of our own: chosen anew where they do not.
-                if self._exchange.rank == 0:
-                    _log.warning("the saved plan goes by %s, which there is not here: auto chooses anew", min(strange))
-            else:
-                plan = self._as_here(saved)
-            if "rivals" in state and self._weighs_by_trial:
-                trying = tuple(
-                    each.model_copy(update={"plan": self._as_here(each.plan)})
-                    for each in read_field(state["rivals"], "the saved plans that were to be tried")
-                )
-            same = describe_plan(saved) | {f"rival {n}": each.plan.digest for n, each in enumerate(trying)}
-            compare(self._exchange.control, same)
+            saved = self._planning.read(state, self.profile())
         super().load_state_dict(state)
         if self._compression and RANKS in state:
             given = shares(states, self._exchange.rank, self._exchange.world)
             self._compression.load_state_dict(given.of(COMPRESSION))
-            self._next_plan = self._plan_now  # what was loaded takes its place when a plan is installed
+            self._planning.put(self._plan_now)  # what was loaded takes its place when a plan is installed
         elif RANKS in state and self._exchange.rank == 0:
             _log.warning(
                 "recipe '%s' keeps nothing from step to step: what '%s' had not sent yet is lost, and momentum it kept",
                 self.recipe,
                 state.get("recipe"),
             )
-        if plan is not None:
-            self._asked_early = False
-            self._next_plan, self._num_observed = plan, 0
-            self._observing = self._observes and not state.get("settled", True)
-            if self._observing and plan.stages:  # what arrives under the forward pass is not observed
-                self._next_plan = self.recipe.plan(self.profile(), self._exchange.num_lanes)
-            self._tuning = self._new_tuning()  # what was found to be best goes on
-            self._tuning.wait_with(trying)
-            if "race" in state:
-                self._tuning.remember(parse_json(Race, state["race"], "the saved race"))
-
-    def _as_here(self, plan: Plan) -> Plan:
-        """One that was saved. Lanes are this world's own affair: a state saved on another backend may count others."""
-        plan = plan.on_lanes(self._exchange.num_lanes)
-        try:
-            plan.check(self.profile())
-        except ValueError as error:
-            raise UsageError(f"the state was saved for another model: {error}") from None
-        if strange := self._strange_ways(plan):
-            raise UsageError(f"the saved plan goes by {min(strange)!r:.40}, which '{self.recipe}' does not")
-        return plan
-
-    def _strange_ways(self, plan: Plan) -> set[str]:
-        """Patterns that messages cannot be carried by here."""
-        goes_by = {message.pattern for message in plan.messages} - {NATIVE}
-        return {scatter_of(name) if plan.gathers else name for name in goes_by} - {*self._exchange.patterns}
+        if saved is not None:
+            self._planning.go_on(saved, self.profile())
 
     def _let_go(self) -> None:
         if self._gate is not None:
@@ -256,11 +192,31 @@ class PooledFlow(GradientFlow):
             self._write_plan(self.profile(), self._plan_now)
 
     def _situation(self) -> Situation:
-        return Situation(self.profile(), self._plan_now, self.recipe, self._exchange.world, self._tuning.notes)
+        return Situation(self.profile(), self._plan_now, self.recipe, self._exchange.world, self._planning.notes)
 
-    def _new_tuning(self) -> Tuning:
-        self._step_s = math.inf  # the shortest
-        return Tuning(self._recorder, self._cache, self._write_notes)
+    def _new_planning(self) -> Planning:
+        return Planning(
+            self.recipe,
+            self._codec,
+            self._exchange,
+            self._recorder,
+            self._cache,
+            observes=self._observes,
+            by_time=self.recipe.needs_cost or self._options.gate,
+            note=self._write_notes,
+            written=self._write_plan,
+        )
+
+    def _observe(self) -> Observed:
+        return Observed(
+            step=self._step,
+            profile=self.profile(),
+            plan=self._plan_now,
+            nbytes=self._pool.nbytes if self._pool else 0,
+            device=self._device(),
+            gated=self._gate is not None and not self._gate_shut,
+            changes=self._roster is not None,
+        )
 
     def _write_plan(self, profile: Profile, plan: Plan) -> None:
         if self._run_directory is not None and self._exchange.global_rank == 0:
@@ -282,18 +238,16 @@ class PooledFlow(GradientFlow):
         self._comm_hooks.append(hook)
         self._pump.close()
         self._build()
-        self._install(self._next_plan or self._plan_now)
-        self._next_plan = None
+        self._install(self._planning.take() or self._plan_now)
 
     def _keep_tensors_whole(self) -> None:
         """A hook gets whole gradients, and may remember things by a bucket's number: where plans are tried in turn, it
         is the default's that stays."""
         if self.recipe.tunes:
             self.recipe = as_recipe(DEFAULT)
-            self._tuning, self._asked_early, self._cost = self._new_tuning(), False, None
+            self._planning = self._new_planning()
             guess = in_order_of_registration(self._model, self._options.ignored, self._parameters)
-            self._next_plan = self.recipe.plan(guess, self._exchange.num_lanes)
-            self._observing, self._num_observed = self._observes, 0
+            self._planning.put(self.recipe.plan(guess, self._exchange.num_lanes))
         elif self.recipe.wants_gate:
             raise UsageError(
                 f"recipe '{self.recipe}' cuts tensors, and a comm hook gets whole gradients: use lazy, merge or mg-wfbp"
@@ -335,10 +289,7 @@ class PooledFlow(GradientFlow):
         plan = self.recipe.plan(guess, self._exchange.num_lanes)
         compare(self._exchange.control, describe_tensors("trainable", self._parameters) | describe_plan(plan))
         self._pool, self._views[:] = None, []
-        self._next_plan, self._observing, self._num_observed = None, self._observes, 0
-        self._cost = None  # to measure it is collective, and who has just come has none
-        self._tuning = self._new_tuning()
-        self._asked_early = False
+        self._planning = self._new_planning()  # to measure costs is collective, and who has just come has none
         self._install(plan)
         self._meet_optimizer(aloud=False)
 
@@ -408,134 +359,6 @@ class PooledFlow(GradientFlow):
         gate.load(stages, self._messages_of, self._views, list(behind.items()), at_start)
         if self.gated:
             self._handed[:] = gate.handed
-
-    def _agree_on_observed_plan(self) -> None:
-        """Collective, when every rank is here: at the end of the first exchanged backward passes, or when somebody
-        has asked for it."""
-        self._observing = False
-        exchange, observed = self._exchange, self.profile()
-        if self._tuning.is_on:
-            if not self._tuning.heed(exchange, self._step):
-                self._next_plan = self._tuning.plan_at(self._step)
-                return
-            self._cost = None  # that is why there is another race
-        if self.recipe.tunes:
-            self._tune(observed)
-            return
-        price = self._tuning.notes.price
-        if self.recipe.needs_cost and self._cost is None:
-            measured = self._measure_cost()
-            assert isinstance(measured, Priced), "no limit was given"
-            price = measured
-        gated = self._gate is not None and not self._gate_shut
-        whole = self._replanning.agreed(self._step)
-        # One rank's plan, not one rank's profile: the last digit of a logarithm is the processor's own affair. The
-        # slowest rank's: all wait for its gradients, whatever their own times are.
-        computes_s = self._compare_compute(observed, price, whole)
-        planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
-        if isinstance(self._cost, Paying) and self._weighs_by_trial:
-            found: tuple[Candidate, ...] = ()
-            if exchange.rank == planner:
-                found = rivals(self.recipe, observed, exchange.num_lanes, self._cost, gated=gated, whole=whole)
-            plan = self._tuning.prepare(exchange, planner, observed, found)
-        else:
-            own = ""
-            if exchange.rank == planner:
-                own = self.recipe.plan(
-                    observed, exchange.num_lanes, self._cost, gated=gated, whole=whole
-                ).model_dump_json()
-            heard = exchange.control.from_rank(planner, own, f"hear rank {planner}'s plan")
-            plan = parse_json(Plan, heard, f"rank {planner}'s plan")
-            plan.check(observed)
-        compare(exchange.control, describe_plan(plan))
-        if plan != self._plan_now:
-            self._next_plan = plan
-        self._write_plan(observed, plan)
-
-    def _tune(self, observed: Profile) -> None:
-        """Collective. Begins a race, unless that would cost more than it may."""
-        exchange, tuning, began_s = self._exchange, self._tuning, self._recorder.clock()
-        budget = tuning.budget(exchange, self._step_s)
-        price = self._measure_cost(budget.pricing_s)
-        whole = self._replanning.agreed(self._step)
-        computes_s = self._compare_compute(observed, tuning.notes.price if isinstance(price, TooDear) else price, whole)
-        planner = max(range(exchange.world), key=lambda rank: computes_s[rank])
-        if isinstance(price, TooDear):
-            default = as_recipe(DEFAULT).plan(observed, exchange.num_lanes)
-            if self.recipe.weighs:  # not known to pay for any message
-                default = default.compressed_if(lambda message: False)
-            tuning.put_off(exchange, planner, observed, default, budget, price, self._step, began_s)
-            if not tuning.is_on:
-                return  # what was loaded goes on
-        else:
-            gated = self._gate is not None and not self._gate_shut
-            assert isinstance(self._cost, Best | Paying)
-            tuning.begin(exchange, planner, observed, self._cost, self._step, budget, began_s, gated=gated, whole=whole)
-        self._next_plan = tuning.plan_at(self._step)
-        compare(exchange.control, describe_plan(self._next_plan))
-        self._write_plan(observed, self._next_plan)
-
-    @property
-    def _weighs_by_trial(self) -> bool:
-        """Whether real steps tell if a codec pays, where prices do not. Not under a guard, whose densities are others
-        in each step, nor where workers come and go."""
-        return (
-            isinstance(self._codec, Feedback)
-            and self.recipe.weighs
-            and not self.recipe.tunes
-            and self._codec.guard is None
-            and self._roster is None
-        )
-
-    def _recall(self) -> bool:
-        """Collective, at the end of the first step: whether a plan is remembered that may be as good as it was."""
-        if not self.recipe.tunes:
-            return False
-        observed, gated = self.profile(), self._gate is not None and not self._gate_shut
-        device = self._device().type
-        if not self._tuning.recall(self._exchange, observed, str(self.recipe), device, self._step, gated):
-            return False
-        self._compare_compute(observed, None, False)
-        self._next_plan = self._tuning.plan_at(self._step)
-        self._write_plan(observed, self._next_plan)
-        return True
-
-    def _compare_compute(self, observed: Profile, price: Priced | None, whole: bool) -> list[float]:
-        """Of each rank, seconds that it computes. Collective."""
-        mine = repr(observed.forward_s + observed.backward_s)
-        found = [float(text) for text in self._exchange.control.gather(mine, "compare compute")]
-        notes = Notes(
-            recipe=str(self.recipe),
-            world=self._exchange.world,
-            num_lanes=self._exchange.num_lanes,
-            whole=whole,
-            computes_s=tuple(found),
-            price=price,
-        )
-        self._tuning.know(notes)
-        return found
-
-    def _measure_cost(self, within_s: float = math.inf) -> Priced | TooDear:
-        """Collective. within_s: the same on all ranks."""
-        exchange, device = self._exchange, self._device()
-        most_nbytes = self._pool.nbytes if self._pool else 0
-        weighs = self.recipe.weighs and exchange.world > 1
-        price = measure_cost(
-            exchange,
-            EXACT if self.recipe.weighs else self._codec,
-            device,
-            self._step,
-            by_size=self.recipe.exchange.name == "best" or self.recipe.tunes,
-            most_nbytes=most_nbytes,
-            within_s=within_s / PAYING_TIMES if weighs else within_s,
-        )
-        if isinstance(price, TooDear):
-            return price._replace(seconds=PAYING_TIMES * price.seconds) if weighs else price
-        self._cost = price.cost()
-        if weighs:
-            new_codec = self.recipe.settled().codec
-            self._cost = measure_paying(exchange, new_codec, self._cost, device, self._step, most_nbytes)
-        return price
 
     # - A step
 
@@ -630,24 +453,13 @@ class PooledFlow(GradientFlow):
     def _begin(self) -> None:
         self._bring_views_home()
         if not isinstance(self._pump, HookPump):
-            self._replanning.stood(self._pump.idle_s, self._opened_s - self._previous_opened_s)
-        if self._previous_opened_s:  # a first step takes longer, and some after it
-            self._step_s = min(self._step_s, self._opened_s - self._previous_opened_s)
-        if self._asked_early:
-            self._asked_early = False
-            with self._breaking():
-                self._agree_on_observed_plan()
-            self._opened_s = self._recorder.clock()
-        if self._tuning.is_waiting and self._compression and self._compression.warmed_up:
-            self._tuning.race(self._step)
-        if self._tuning.is_on:
-            with self._breaking():
-                if self._tuning.step_began(self._exchange, self._step, self._previous_opened_s, self._opened_s):
-                    self._agree_on_observed_plan()
-                    self._opened_s = self._recorder.clock()
-            self._run_next(self._tuning.plan_at(self._step))
-        if self._next_plan is not None:
-            plan, self._next_plan = self._next_plan, None
+            self._planning.stood(self._pump.idle_s, self._opened_s - self._previous_opened_s)
+        moments_s = self._previous_opened_s, self._opened_s
+        is_settled = self._compression is not None and self._compression.warmed_up
+        with self._breaking():
+            if self._planning.step_begins(self._observe, self._plan_now, self._step, *moments_s, is_settled=is_settled):
+                self._opened_s = self._recorder.clock()
+        if (plan := self._planning.take()) is not None:
             self._install(plan)
         if self._roster is not None and self._accumulates():
             raise UsageError(
@@ -663,16 +475,6 @@ class PooledFlow(GradientFlow):
                 )
             self._compression.begin(self._exchange.world / self._num_contributing)
         self._pump.begin(self._step)
-
-    def _run_next(self, plan: Plan) -> None:
-        """Nothing is laid out anew for a plan that is the same. To find that out takes a microsecond a slice, so of
-        each plan it is found out once."""
-        self._next_plan = None
-        if plan is not self._plan_now:
-            if plan != self._plan_now:
-                self._next_plan = plan
-            else:
-                self._plan_now = plan
 
     def _accumulates(self) -> bool:
         """Whether gradients of the last exchange are still there. The one that has just arrived tells nothing."""
@@ -747,8 +549,7 @@ class PooledFlow(GradientFlow):
         assert not isinstance(self._pump, HookPump) and self._pool is not None
         with self._breaking():
             self._pump.wait([self._pool.carrier])
-        # Ranks learn it at different moments, and one may wait for another meanwhile: they plan at the next step.
-        self._asked_early = self._pool.somebody_asks() or self._tuning.is_due(self._step)
+        self._planning.heard_early(self._step, self._pool.somebody_asks())
         self._conclude(self._pool.somebody_skipped())
 
     def catch_up(self) -> None:
@@ -781,14 +582,14 @@ class PooledFlow(GradientFlow):
             self._shut_gate("optimizer.step() was given a closure")
         elif not (self._plan_now.stages and self._optimizer_is_known):
             self.catch_up()
-            if self._observing and self._pool is not None:
-                self._replanning.saw(self._pool.version != self._version)
+            if self._planning.is_observing and self._pool is not None:
+                self._planning.saw(self._pool.version != self._version)
             self._watch_optimizer = Watch(optimizer)
         elif not self._optimizers.hears_last():
             self.catch_up()  # a hook behind ours may change gradients
         else:
             now = self._gate.put_off(optimizer)
-            self._replanning.saw(self._gate.was_whole)
+            self._planning.saw(self._gate.was_whole)
             if now is not None:
                 return (now, *args[1:]), kwargs
         return None
@@ -819,11 +620,7 @@ class PooledFlow(GradientFlow):
 
     def _asks(self) -> bool:
         """Whether this rank would have another plan."""
-        if not self.recipe.needs_cost or self._observing:
-            return False
-        if self._tuning.is_on:
-            return bool(self._tuning.wish(self._step))
-        return self._replanning.wanted(self._step, shut=bool(self._gate_shut and self._plan_now.stages))
+        return self._planning.asks(self._step, is_shut=bool(self._gate_shut and self._plan_now.stages))
 
     # - Pieces of a step
 
@@ -927,16 +724,8 @@ class PooledFlow(GradientFlow):
 
     def _settle(self) -> None:
         assert self._pool is not None
-        if self._observing:
-            self._num_observed += 1  # by who has run out of inputs, too: ranks agree on when to meet
-            if self._num_observed == 1 and self._recall():
-                self._observing = False
-                return
-            if self._num_observed < (OBSERVED_STEPS if self.recipe.needs_cost or self._options.gate else 1):
-                return
-            self._agree_on_observed_plan()
-        elif self._pool.somebody_asks() or self._tuning.is_due(self._step):
-            self._agree_on_observed_plan()
+        asks = not self._planning.is_observing and self._pool.somebody_asks()
+        self._planning.step_ended(self._observe, self._step, asks)
 
     def _num_calls_outside(self) -> int:
         return self._pump.num_calls if isinstance(self._pump, HookPump) else 0
