@@ -10,6 +10,8 @@ from gradientflow.documents import Document, Record
 
 #: Before the name of a pattern, its all-reduce as an operation.
 BY_PATTERN = "all_reduce by "
+#: As a way of carrying messages: a piece through servers.
+SERVED = "ps"
 #: Of a message that is nearly all start-up.
 ABREAST_NBYTES = 4096
 #: Samples, so few that less than two of them lie beyond p10 or p90.
@@ -83,7 +85,7 @@ class Encoding(Record):
 class Carrying(Record):
     """An all-reduce among all: what it takes whatever its size, and for each of its bytes."""
 
-    #: By which it goes; "": the backend's own.
+    #: By which it goes; "": the backend's own; `SERVED`: one piece through servers, their part included.
     pattern: str = ""
     message_s: float = Field(ge=0.0, allow_inf_nan=False)
     byte_s: float = Field(ge=0.0, allow_inf_nan=False)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from gradientflow.cost import CostTable
 from gradientflow.errors import DeadlineError, TrainingError, UsageError
-from gradientflow.network import Network
+from gradientflow.exchange.reach import LOOPBACK
+from gradientflow.exchange.server.servers import Wanted
+from gradientflow.network import SERVED, Network
 from gradientflow.probe import measure_network
 from gradientflow.probe.measure import links
 from helpers import run_ranks
@@ -21,7 +23,8 @@ SIZES = (4, 4096, 65536, 2**20)
 
 
 def _measure(world: int) -> tuple[Network, float]:
-    network = measure_network(sizes=SIZES, budget_s=4.0, deadline_s=20.0, processors=True)
+    here = {"address": LOOPBACK, "servers": Wanted(plain=True)} if world == 2 else {}
+    network = measure_network(sizes=SIZES, budget_s=4.0, deadline_s=20.0, processors=True, **here)
     ones = torch.ones(1)
     dist.all_reduce(ones)  # the user's group is as it was
     return network, ones.item()
@@ -38,13 +41,16 @@ def test_all_ranks_get_the_same_network_with_every_operation_in_it(world: int) -
     if world == 1:
         assert counted is None
     else:
-        assert counted is not None and counted.ranks == world and [way.pattern for way in counted.carrying] == [""]
+        assert counted is not None and counted.ranks == world
+        assert [way.pattern for way in counted.carrying] == (["", SERVED] if world == 2 else [""])
         assert {found.codec for found in counted.codecs} >= {"int8", "powersgd:2"}
-        assert all(way.abreast_s > 0 for way in counted.carrying)
+        assert counted.carrying[0].abreast_s > 0 and all(way.message_s > 0 for way in counted.carrying)
     whole = [("all_reduce", tuple(range(world)))] if world > 1 else []
-    expected = [*whole, *(("p2p", pair) for pair in links(world))]
+    expected = [*whole, *(("p2p", pair) for pair in links(world)), *([("tcp", (0, 1))] if world == 2 else [])]
     assert sorted((found.operation, found.ranks) for found in networks[0].measurements) == sorted(expected)
     for found in networks[0].measurements:
+        if found.operation == "tcp":
+            continue
         sizes = [sample.nbytes for sample in found.samples]
         assert (*sizes, *found.skipped_nbytes) == SIZES
         assert all(sample.p10_s <= sample.median_s <= sample.p90_s for sample in found.samples)

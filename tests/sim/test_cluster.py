@@ -77,6 +77,7 @@ def test_a_probe_that_counted_processors(tmp_path: Path) -> None:
     assert cluster.processors.crowding == 1.5 and cluster.encoding("topk") == encoding
     assert cluster.encoding("int8") is None
     assert [cluster.carried_by(name) for name in ("ring", "tree")] == [carrying[1], carrying[0]]
+    assert cluster.measured_by("ps", 3) is None
     by_ring = cluster.measured_by("ring", 3)
     assert by_ring is not None and by_ring.seconds(2**16) < cluster.all_reduce(3).seconds(2**16)
     cluster.write_toml(tmp_path / "cluster.toml")

@@ -244,10 +244,9 @@ def test_no_link_is_busier_than_always_and_all_waiting_is_for_something(recipe: 
 def test_many_small_messages_wait_for_each_other_where_a_probe_saw_that() -> None:
     """Two lanes, 100 messages that are start-up only: 50 times what two abreast take, not what one takes alone."""
     small = model(*[4] * 100, compute_s=0.0)
-    alone_s = cluster().all_reduce(8).seconds(4096)
-    for abreast_s, each_s in ((0.0, alone_s), (0.5 * alone_s, alone_s), (5 * alone_s, 5 * alone_s)):
-        place = cluster(carrying=(Carrying(message_s=0.0, byte_s=0.0, abreast_s=abreast_s),))
-        place = place.model_copy(update={"collective": place.collective.model_copy(update={"lanes": 2})})
+    for abreast_s, each_s in ((0.0, 1e-3), (5e-4, 1e-3), (5e-3, 5e-3)):
+        carrying = (Carrying(message_s=0.0, byte_s=0.0, abreast_s=abreast_s),)
+        place = cluster(collective=Collective(launch_s=1e-3, lanes=2), carrying=carrying)
         found = predict(small, Recipe.parse("wfbp"), place, 8)
         assert found.iteration_s == pytest.approx(50 * each_s, rel=0.05)
 

@@ -204,7 +204,7 @@ def test_messages_that_were_quick_alone_slow_each_other_down() -> None:
 
 def test_a_message_that_begins_beside_another_takes_longer_to_start() -> None:
     """A first one on a free machine, a second beside it, a third when both are done."""
-    profile = model((4, 0.0, 0.0), (4, 0.0, 0.0), (4, 0.0, 9.0))
+    profile = model((4, 0.0, 9.0), (4, 0.0, 0.0), (4, 0.0, 0.0))
     loads = [Load(2.0, 1.0, beside_s=1.5, cores_s=0.5)] * 3
     for num_lanes, ends_s in ((2, [3.0, 4.5, 12.0]), (1, [3.0, 6.0, 12.0])):
         plan = wfbp(profile).on_lanes(num_lanes)

@@ -23,6 +23,7 @@ from gradientflow.bench.horovod import Horovod
 from gradientflow.compress import Feedback, imagined, summed_nbytes
 from gradientflow.errors import RecipeError, UsageError
 from gradientflow.integrations.ddp import DistributedDataParallel
+from gradientflow.network import SERVED
 from gradientflow.patterns import ALL_REDUCES
 from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe, as_recipe
@@ -65,13 +66,13 @@ def numbered(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def patterns_of(names: Iterable[str]) -> tuple[str, ...]:
-    """By which some of these methods send.
+    """By which some of these methods send, servers among them.
 
-    >>> patterns_of(["ddp", "lazy", "lazy-ring+bf16"])
-    ('ring',)
+    >>> patterns_of(["ddp", "lazy", "lazy-ring+bf16"]), patterns_of(["flow-ps:2", "ddp"])
+    (('ring',), ('ps',))
     """
     recipes = [Recipe.parse(text) for text in map(without_number, names) if text not in NAMES]
-    return tuple(sorted({recipe.exchange.name for recipe in recipes} & ALL_REDUCES.keys()))
+    return tuple(sorted({recipe.exchange.name for recipe in recipes} & (ALL_REDUCES.keys() | {SERVED})))
 
 
 def without_number(name: str) -> str:

@@ -40,13 +40,13 @@ from gradientflow.lab.limits import goodput
 from gradientflow.lab.replay import Replay
 from gradientflow.lab.stragglers import Hindered
 from gradientflow.lab.workloads import timed
-from gradientflow.network import Network
+from gradientflow.network import SERVED, Network
 from gradientflow.probe import measure_network
 from gradientflow.processes import die_with_parent
 from gradientflow.profiles import Profile
 from gradientflow.runtime.flow import GradientFlow
 from gradientflow.runtime.planning import OBSERVED_STEPS
-from gradientflow.runtime.settings import CACHE_ENV
+from gradientflow.runtime.settings import CACHE_ENV, Settings
 from gradientflow.trace import Span, Trace
 
 TIMEOUT_S = 300.0
@@ -80,7 +80,7 @@ class Specification(Document):
     precision: float
     #: Samples of one worker in an iteration.
     batch: int
-    #: What the probe before may take, and patterns that it measures beside the backend's own all-reduce.
+    #: What the probe before may take, and what it measures beside the backend's own all-reduce (`patterns_of`).
     probe_s: float = PROBE_S
     patterns: tuple[str, ...] = ()
     #: Times alone: neither is memory measured nor an iteration looked at.
@@ -162,7 +162,11 @@ class Bakeoff:
         self._say(0, 1, "measuring the network")
         address = way_to_others(os.environ).address or None
         network = measure_network(
-            budget_s=self._spec.probe_s, address=address, patterns=self._spec.patterns, processors=True
+            budget_s=self._spec.probe_s,
+            address=address,
+            patterns=[name for name in self._spec.patterns if name != SERVED],
+            processors=True,
+            servers=Settings.from_environment().servers(0) if SERVED in self._spec.patterns else None,
         )
         names = list(dict.fromkeys(["compute", *self._spec.methods]))
         for done, name in enumerate(names):

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from gradientflow.compress import Sum
 from gradientflow.cost import Line
 from gradientflow.cost.table import Best, CostTable
 from gradientflow.errors import DeadlineError, PeerError, TrainingError, UsageError
@@ -32,10 +33,13 @@ from gradientflow.exchange.control import Control
 from gradientflow.exchange.groups import backend_for, new_group, store_beside
 from gradientflow.exchange.health import Health
 from gradientflow.exchange.links import Links
+from gradientflow.exchange.server.placement import LEAST_NBYTES
+from gradientflow.exchange.server.servers import Servers, Wanted
 from gradientflow.exchange.staged import Staged, peers_of
 from gradientflow.network import (
     ABREAST_NBYTES,
     BY_PATTERN,
+    SERVED,
     Carrying,
     Measurement,
     Network,
@@ -75,6 +79,8 @@ STREAM_PATIENCE_S = 5.0
 #: The largest message of a stream.
 MAX_STREAMED = 4 * 2**20
 MIN_REPEATS, MAX_REPEATS = 5, 50
+#: Under way at a time through servers; and their sizes, which servers do not cut.
+PIECES_OF_A_WORKER, SERVED_NBYTES = 4, (4096, LEAST_NBYTES)
 #: On each of two lanes; of small messages, some of which take ten times as long as others.
 MAX_ABREAST = 400
 #: Up to this size a message is mostly start-up, by other rules (MPI libraries and NCCL change protocols).
@@ -91,6 +97,7 @@ def measure_network(
     smaller_worlds: bool = False,
     patterns: Sequence[str] = (),
     processors: bool = False,
+    servers: Wanted | None = None,
 ) -> Network:
     """The all-reduce among all ranks, and messages from rank 0 to every other and between neighbours. Collective.
 
@@ -99,7 +106,7 @@ def measure_network(
     With an `address` at which the others can reach this rank, links are also measured by a plain TCP stream, which
     tells a slow link from a slow backend; and all-reduces by the named `patterns` are measured beside the group's own.
 
-    With `processors` also what exchanging takes of those.
+    With `processors` also what exchanging takes of those; with `servers`, through such ones too.
 
     Takes about `budget_s` at most; larger sizes that would take longer are left out and listed as skipped. No
     wait is longer than `budget_s + deadline_s`. All ranks return the same.
@@ -117,7 +124,7 @@ def measure_network(
         found = prober.run(budget_s - processors_s, sizes_of_worlds, patterns)
         if not processors:
             return found
-        return found.model_copy(update={"processors": prober.processors(patterns, processors_s)})
+        return found.model_copy(update={"processors": prober.processors(patterns, servers, processors_s)})
     finally:
         prober.close()
 
@@ -252,7 +259,7 @@ class _Prober:
         everything = [measurement for text in texts for measurement in several.validate_json(text)]
         return Network(backend=self.backend, hosts=self._hosts, measurements=tuple(everything))
 
-    def processors(self, patterns: Sequence[str], budget_s: float) -> Processors | None:
+    def processors(self, patterns: Sequence[str], servers: Wanted | None, budget_s: float) -> Processors | None:
         """What the all-reduce takes of them on rank 0's machine, if there are other ranks and the system counts it. All
         ranks get the same."""
         if self.world == 1:
@@ -262,7 +269,7 @@ class _Prober:
             return None
         cores, sharing = int(machines[0].split()[1]), machines.count(machines[0])
         patterns = patterns if all(self.addresses) else ()
-        each_s = budget_s / len(COUNTED_NBYTES) / (1 + len(patterns))
+        each_s = budget_s / len(COUNTED_NBYTES) / (1 + len(patterns) + (servers is not None))
         buffer = torch.zeros(max(COUNTED_NBYTES) // 4, device=self._device)
 
         other = torch.zeros_like(buffer)
@@ -295,6 +302,8 @@ class _Prober:
                         run(name, small[lane], lane)
 
                     carrying.append(self._carrying(name, once, by_pattern, sharing, each_s))
+        if servers is not None and all(self.addresses):
+            carrying.append(self._served(servers, buffer, sharing, each_s))
         native(4)  # all at once from here on: what computes gets slower by that, and its memory too
         # On an accelerator that computes it is no processor's work.
         gather_s, gather_s_per_byte = gathered_s() if self._device.type == "cpu" else (0.0, 0.0)
@@ -309,18 +318,44 @@ class _Prober:
         text = self._control.gather(found.model_dump_json(), "exchange what messages take of processors")[0]
         return Processors.model_validate_json(text)
 
+    def _served(self, wanted: Wanted, buffer: torch.Tensor, sharing: int, each_s: float) -> Carrying:
+        """Of a piece of a sum through servers, on each worker and its part of the servers, when several are under way
+        and go to all servers alike."""
+        corner = (dist.PrefixStore("served", self._store), self._control, self.rank, self.members)
+        servers = Servers(wanted, self.addresses[self.rank], *corner, self.limit_s)
+        pieces = PIECES_OF_A_WORKER * self.world
+
+        def several(nbytes: int) -> None:
+            asked = [servers.ask(Sum([buffer[: nbytes // 4].clone()]), lane) for lane in range(pieces)]
+            for each in asked:
+                if not each.done_within(self.limit_s):
+                    raise DeadlineError(f"servers did not answer within {self.limit_s:g} s; {servers.lost}")
+
+        try:
+            found = self._counted(several, SERVED_NBYTES, sharing * pieces, each_s)
+            self._from(0, "leave servers")  # what others still fetch is there until then
+            return Carrying(pattern=SERVED, message_s=found[0], byte_s=found[1])
+        finally:
+            servers.close()
+
     def _carrying(
         self, pattern: str, once: Callable[[int], None], on_lane: Callable[[int], None], sharing: int, each_s: float
     ) -> Carrying:
         """once: of so many bytes. on_lane: of a few; lanes may be used by threads at the same time."""
+        message_s, byte_s = self._counted(once, COUNTED_NBYTES, sharing, each_s)
+        abreast_s = self._abreast(on_lane, each_s) if self._device.type == "cpu" else 0.0
+        return Carrying(pattern=pattern, message_s=message_s, byte_s=byte_s, abreast_s=abreast_s)
+
+    def _counted(
+        self, once: Callable[[int], None], sizes: Sequence[int], sharing: int, each_s: float
+    ) -> tuple[float, float]:
+        """Processor seconds of a message, and of each of its bytes; sharing: of `once`, on all ranks."""
         points, agree = [], self._agree_in(self.group)
-        for nbytes in COUNTED_NBYTES:
+        for nbytes in sizes:
             once(nbytes)
             repeats = agree(max(MIN_REPEATS, round(each_s / max(1e-6, _timed(once, nbytes)))))
             points.append((nbytes, counted_s(partial(once, nbytes), repeats) / repeats / sharing))
-        message_s, byte_s = line(points)
-        abreast_s = self._abreast(on_lane, each_s) if self._device.type == "cpu" else 0.0
-        return Carrying(pattern=pattern, message_s=message_s, byte_s=byte_s, abreast_s=abreast_s)
+        return line(points)
 
     def _abreast(self, on_lane: Callable[[int], None], budget_s: float) -> float:
         """Of each message, where two threads send them one after the other, as lanes do."""

@@ -34,7 +34,8 @@ ENCODED_NBYTES, MANY = 2**21, 32
 #: Messages of a step: in training none finds in caches what it had there a step ago.
 ENCODED_MESSAGES = 4
 ENCODED_REPEATS, SETTLING = 5, 2
-GATHERED_NBYTES, GATHERED_REPEATS = 2**25, 15
+#: Bytes, and how often: in passes of many small gradients, whose hooks take little, and of a single large one.
+GATHERED_SMALL, GATHERED_LARGE = (4 * MANY, 50), (2**25, 15)
 #: Between gradients, in which caches become others'.
 GAP_S = 500e-6
 
@@ -85,17 +86,18 @@ def gathered_s() -> tuple[float, float]:
     """Of gradients that are scaled into a pool as backward yields them: for each, and for each of their bytes, where
     both are too large for caches. Backward rests between them, as where something is computed: one after the other in
     a tight loop they take a quarter of what they take then (6 and 25 us, four ranks on two cores)."""
-    small_s = _gathered_s(MANY * 4, MANY)
-    return small_s / MANY, max(0.0, _gathered_s(GATHERED_NBYTES, 1) - small_s / MANY) / GATHERED_NBYTES
+    small_s = _gathered_s(*GATHERED_SMALL, MANY) / MANY
+    return small_s, max(0.0, _gathered_s(*GATHERED_LARGE, 1) - small_s) / GATHERED_LARGE[0]
 
 
-def _gathered_s(nbytes: int, num_tensors: int) -> float:
-    """How much longer backward takes with hooks that gather."""
+def _gathered_s(nbytes: int, repeats: int, num_tensors: int) -> float:
+    """How much longer backward takes with hooks that gather. With and without in turn: what changes meanwhile, as
+    processors' speed does, meets both alike (one after the other it was 2 to 35 us of a gradient that takes 10)."""
     numel = nbytes // 4 // num_tensors
-    parameters = [torch.zeros(numel, requires_grad=True) for _ in range(num_tensors)]
+    plain, gathered = ([torch.zeros(numel, requires_grad=True) for _ in range(num_tensors)] for _ in range(2))
     pool = torch.ones(nbytes // 4)
     views = [pool[number * numel : (number + 1) * numel] for number in range(num_tensors)]
-    number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+    number_of = {id(parameter): number for number, parameter in enumerate(gathered)}
 
     def gather(parameter: torch.Tensor) -> None:
         view = views[number_of[id(parameter)]]
@@ -103,21 +105,19 @@ def _gathered_s(nbytes: int, num_tensors: int) -> float:
         torch.mul(parameter.grad, 0.25, out=view)
         parameter.grad = view
 
-    def backward_s() -> float:
-        times_s = []
-        for _ in range(GATHERED_REPEATS):
-            loss = torch.stack([_Gap.apply(parameter.sum()) for parameter in parameters]).sum()  # type: ignore[no-untyped-call]
-            start_s = time.thread_time()
-            loss.backward()  # type: ignore[no-untyped-call]
-            times_s.append(time.thread_time() - start_s)
-            for parameter in parameters:
-                parameter.grad = None
-        return statistics.median(times_s)
+    def backward_s(parameters: list[torch.Tensor]) -> float:
+        loss = torch.stack([_Gap.apply(parameter.sum()) for parameter in parameters]).sum()  # type: ignore[no-untyped-call]
+        start_s = time.thread_time()
+        loss.backward()  # type: ignore[no-untyped-call]
+        took_s = time.thread_time() - start_s
+        for parameter in parameters:
+            parameter.grad = None
+        return took_s
 
-    plain_s = backward_s()
-    for parameter in parameters:
+    for parameter in gathered:
         parameter.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
-    return max(0.0, backward_s() - plain_s)
+    more_s = [backward_s(gathered) - backward_s(plain) for _ in range(repeats)]
+    return max(0.0, statistics.median(more_s))
 
 
 class _Gap(torch.autograd.Function):

@@ -10,6 +10,7 @@ from gradientflow.cost.evaluate import in_forward_order
 from gradientflow.errors import UsageError
 from gradientflow.exchange.server.placement import cut, partition_nbytes, shares_of, spread
 from gradientflow.exchange.server.window import CREDIT_NBYTES
+from gradientflow.network import SERVED
 from gradientflow.plan import Plan
 from gradientflow.profiles import Profile
 from gradientflow.recipe import Recipe
@@ -71,10 +72,13 @@ def pieces(
         return (*local, *(travels(nbytes, server) if pushing > 1 and nbytes else ()))
 
     drag_s_per_byte = 2 * cluster.overheads.interference_s_per_byte
-    crowding, carrying = cluster.processors.crowding, cluster.carried_by("")
+    crowding, carrying = cluster.processors.crowding, cluster.carried_by(SERVED)
 
     def cores_s(nbytes: int, server: int) -> float:
-        """A hop takes of processors what it takes in a ring, which has 2 (p - 1) on each of p workers."""
+        """As it was measured; else a hop takes of processors what it takes in a ring, which has 2 (p - 1) on each of p
+        workers."""
+        if carrying.pattern == SERVED:
+            return crowding * (carrying.message_s + carrying.byte_s * nbytes)
         hops = 2 * (pushing - (server < place.num_beside))
         in_ring = max(1, 2 * (world - 1))
         return crowding * hops * (carrying.message_s / world + carrying.byte_s * nbytes) / in_ring
