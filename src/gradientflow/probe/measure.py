@@ -325,16 +325,22 @@ class _Prober:
         servers = Servers(wanted, self.addresses[self.rank], *corner, self.limit_s)
         pieces = PIECES_OF_A_WORKER * self.world
 
-        def several(nbytes: int) -> None:
-            asked = [servers.ask(Sum([buffer[: nbytes // 4].clone()]), lane) for lane in range(pieces)]
+        def several(nbytes: int) -> float:
+            """Until each of them is there, the mean."""
+            asked, start_s, times_s = [], time.perf_counter(), []
+            for lane in range(pieces):
+                asked.append(servers.ask(Sum([buffer[: nbytes // 4].clone()]), lane))
             for each in asked:
                 if not each.done_within(self.limit_s):
                     raise DeadlineError(f"servers did not answer within {self.limit_s:g} s; {servers.lost}")
+                times_s.append(time.perf_counter() - start_s)
+            return statistics.fmean(times_s)
 
         try:
-            found = self._counted(several, SERVED_NBYTES, sharing * pieces, each_s)
+            message_s, byte_s = self._counted(several, SERVED_NBYTES, sharing * pieces, each_s)
+            abreast_s = statistics.fmean(several(ABREAST_NBYTES) for _ in range(MAX_REPEATS))
             self._from(0, "leave servers")  # what others still fetch is there until then
-            return Carrying(pattern=SERVED, message_s=found[0], byte_s=found[1])
+            return Carrying(pattern=SERVED, message_s=message_s, byte_s=byte_s, abreast_s=abreast_s)
         finally:
             servers.close()
 
@@ -347,7 +353,7 @@ class _Prober:
         return Carrying(pattern=pattern, message_s=message_s, byte_s=byte_s, abreast_s=abreast_s)
 
     def _counted(
-        self, once: Callable[[int], None], sizes: Sequence[int], sharing: int, each_s: float
+        self, once: Callable[[int], object], sizes: Sequence[int], sharing: int, each_s: float
     ) -> tuple[float, float]:
         """Processor seconds of a message, and of each of its bytes; sharing: of `once`, on all ranks."""
         points, agree = [], self._agree_in(self.group)
@@ -583,7 +589,7 @@ def _num_repeats(once_s: float, budget_s: float) -> int:
     return max(MIN_REPEATS, min(MAX_REPEATS, math.floor(budget_s / 40 / once_s)))
 
 
-def _timed(once: Callable[[int], None], nbytes: int) -> float:
+def _timed(once: Callable[[int], object], nbytes: int) -> float:
     start_s = time.perf_counter()
     once(nbytes)
     return time.perf_counter() - start_s

@@ -48,7 +48,7 @@ def here() -> str:
         return ""
 
 
-def counted_s(once: Callable[[], None], repeats: int) -> float:
+def counted_s(once: Callable[[], object], repeats: int) -> float:
     """Processor seconds of the machine in which `once` was done so often, less what it takes while nothing is done.
 
     In stretches, each after a look at the idle machine, of which the median counts: what other programs do for a moment
@@ -58,13 +58,13 @@ def counted_s(once: Callable[[], None], repeats: int) -> float:
     return repeats * statistics.median(_own_s(once, share) / share for share in shares)
 
 
-def _own_s(once: Callable[[], None], repeats: int) -> float:
+def _own_s(once: Callable[[], object], repeats: int) -> float:
     idle_s, passed_s = _spent(lambda: time.sleep(IDLE_S), 1)
     spent_s, seconds = _spent(once, repeats)
     return max(0.0, spent_s - idle_s / passed_s * seconds)
 
 
-def _spent(action: Callable[[], None], repeats: int) -> tuple[float, float]:
+def _spent(action: Callable[[], object], repeats: int) -> tuple[float, float]:
     (before_s, _), start_s = machine_s(), time.perf_counter()
     for _ in range(repeats):
         action()

@@ -73,6 +73,7 @@ def pieces(
 
     drag_s_per_byte = 2 * cluster.overheads.interference_s_per_byte
     crowding, carrying = cluster.processors.crowding, cluster.carried_by(SERVED)
+    startup_s = settings.startup_s + (carrying.abreast_s if carrying.pattern == SERVED else 0.0)
 
     def cores_s(nbytes: int, server: int) -> float:
         """As it was measured; else a hop takes of processors what it takes in a ring, which has 2 (p - 1) on each of p
@@ -89,7 +90,7 @@ def pieces(
                 urgency,
                 stages(nbytes, server),
                 drag_s_per_byte * nbytes,
-                settings.startup_s + encode_s,
+                startup_s + encode_s,
                 cores_s(nbytes, server),
             )
             for nbytes, server in zip(parts, servers, strict=True)
