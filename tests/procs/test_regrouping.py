@@ -21,6 +21,7 @@ from gradientflow.errors import DeadlineError, PeerError, UsageError
 from gradientflow.exchange import Exchange
 from gradientflow.runtime import flow as flow_module
 from gradientflow.runtime.handle import open_flows
+from gradientflow.runtime.planning import Planning
 from gradientflow.runtime.pooled import PooledFlow
 from helpers import _CONTEXT
 
@@ -185,7 +186,7 @@ def is_overtaken() -> None:
 
 
 def dies_while_planning() -> None:
-    PooledFlow._agree_on_observed_plan = lambda self: _die()  # type: ignore[method-assign,assignment]
+    Planning._plan_anew = lambda self, now: _die()  # type: ignore[method-assign,assignment]
 
 
 def dies_while_handing_over() -> None:
