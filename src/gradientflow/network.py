@@ -89,10 +89,11 @@ class Carrying(Record):
     pattern: str = ""
     message_s: float = Field(ge=0.0, allow_inf_nan=False)
     byte_s: float = Field(ge=0.0, allow_inf_nan=False)
-    #: By the clock, what one of `ABREAST_NBYTES` takes while another lane carries as many, one after the other, or
-    #: while several go through servers; 0: not measured. Threads that wake up find processors taken, and wait for
-    #: milliseconds that no processor works for them.
+    #: By the clock, what one of `ABREAST_NBYTES` takes while so many are under way: on two lanes, one after the other,
+    #: or all at once through servers; 0: not measured. Threads that wake up find processors taken, and wait for
+    #: milliseconds in which no processor works for them.
     abreast_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    abreast: int = Field(default=2, ge=2)
 
 
 class Processors(Record):

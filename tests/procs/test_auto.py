@@ -188,6 +188,30 @@ def test_a_race_that_was_over_is_told_of() -> None:
         assert not races and f"chosen: {winner}" in words
 
 
+def plans_of_a_race() -> tuple[list[bool], int]:
+    """Step by step, whether what runs is the plan whose turn it is; and how many there were. Backward yields gradients
+    in the order of the first guess, so the default is what runs when the race begins."""
+    pay_for_any_race()
+    rank, model = dist.get_rank(), build("mlp", torch.float32, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    as_told, seen = [], set()
+    with gf.attach(model, optimizer, "auto") as flow:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, "mlp", rank, step, torch.float32).backward()
+            races = flow._planning._tuning
+            if races.is_racing:
+                as_told.append(flow.plan == races.plan_at(step))
+                seen.add(flow.plan.digest)
+            optimizer.step()
+    return as_told, len(seen)
+
+
+def test_in_a_race_the_plan_runs_whose_turn_it_is() -> None:
+    for as_told, num_plans in run_ranks(2, plans_of_a_race):
+        assert len(as_told) > 20 and all(as_told) and num_plans > 1
+
+
 def train_without_a_budget() -> tuple[str, bool, tuple[str, ...], bool]:
     """As if steps took no time, and soon did. What is said then, whether a state is for good; which recipes raced when
     one may cost anything, and whether it was put off still."""

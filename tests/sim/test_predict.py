@@ -249,6 +249,19 @@ def test_many_small_messages_wait_for_each_other_where_a_probe_saw_that() -> Non
         place = cluster(collective=Collective(launch_s=1e-3, lanes=2), carrying=carrying)
         found = predict(small, Recipe.parse("wfbp"), place, 8)
         assert found.iteration_s == pytest.approx(50 * each_s, rel=0.05)
+        fewer = predict(small, Recipe.parse("wfbp"), place, 4)
+        assert fewer.iteration_s == pytest.approx(50 * 1e-3, rel=0.05), "of other worlds it says nothing"
+
+
+def test_pieces_through_servers_take_of_processors_what_a_probe_counted() -> None:
+    """50 ms a piece and host, four hosts on two cores, 10 messages; beside that, what pieces wait for nobody's work."""
+    few, hosts = model(*[4] * 10, compute_s=0.0), {"hosts": 4, "processors": Processors(cores=2, workers=4)}
+    for abreast_s, more_s in ((0.0, 0.0), (0.3, 0.0), (0.4 + 0.25, 0.25)):
+        counted = Carrying(pattern="ps", message_s=5e-2, byte_s=0.0, abreast_s=abreast_s, abreast=8)
+        place = cluster(carrying=(Carrying(message_s=0.0, byte_s=0.0), counted), **hosts)
+        found = predict(few, Recipe.parse("wfbp-ps"), place, 4)
+        assert found.iteration_s == pytest.approx(10 * 4 / 2 * 5e-2 + more_s, rel=0.05)
+    assert predict(few, Recipe.parse("wfbp-ps"), place, 1).iteration_s == pytest.approx(0.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("recipe", ["lazy", "flow"])

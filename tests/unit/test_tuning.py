@@ -197,17 +197,17 @@ def test_what_was_loaded_runs_on_where_another_race_is_too_dear() -> None:
     assert not (resumed.tuning.is_on or resumed.tuning.is_put_off) and resumed.tuning.notes.races == (race,)
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_what_is_done_between_steps_is_no_drift(said: bool) -> None:
-    """Every third step stands before an evaluation of ten seconds."""
+@pytest.mark.parametrize(("every", "said", "drifts"), [(3, True, False), (3, False, True), (1, True, True)])
+def test_what_is_done_between_steps_is_no_drift(every: int, said: bool, drifts: bool) -> None:
+    """Some steps stand before an evaluation of ten seconds; if all do, that is what steps take now."""
     job = Job(by_schedule(lazy=1.4, merge=1.0, flow=1.5))
     job.run(60)
-    for _ in range(100):
-        job.run(3)
+    for _ in range(300 // every):
+        job.run(every)
         job.now_s += 10.0
         if said:
             job.tuning.stand_apart()
-    assert (job.num_races == 1) is said
+    assert (job.num_races > 1) is drifts
 
 
 def test_where_there_is_no_rival_another_race_may_come() -> None:

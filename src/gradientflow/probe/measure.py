@@ -227,6 +227,7 @@ class _Prober:
         self.addresses = self._control.gather(address or "", "meet the other ranks for a measurement")
         self._store = store
         self.group: Any = self._group_of(self.world) if self.world > 1 else None
+        self._beside: Any = None  # as another lane has
         # Written, not just reserved: reading memory that was never written reads one page of zeros over and over.
         self.buffer = torch.empty(sizes[-1] // 4, device=self._device).zero_()
         self.number = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -269,7 +270,7 @@ class _Prober:
             return None
         cores, sharing = int(machines[0].split()[1]), machines.count(machines[0])
         patterns = patterns if all(self.addresses) else ()
-        each_s = budget_s / len(COUNTED_NBYTES) / (1 + len(patterns) + (servers is not None))
+        each_s = budget_s / (1 + len(COUNTED_NBYTES)) / (1 + len(patterns) + (servers is not None))
         buffer = torch.zeros(max(COUNTED_NBYTES) // 4, device=self._device)
 
         other = torch.zeros_like(buffer)
@@ -281,16 +282,14 @@ class _Prober:
             self.do_all(starts, f"all-reduce {nbytes} bytes", ())
 
         small = [both[: ABREAST_NBYTES // 4] for both in (buffer, other)]
-        groups = [self.group]
         if self._device.type == "cpu":  # NCCL's communicators are not for two threads at a time
-            groups.append(self._group_of(self.world, "beside"))
+            self._beside = self._group_of(self.world, "beside")
 
         def on_lane(lane: int) -> None:
-            self.do(lambda: groups[lane].allreduce([small[lane]]), f"all-reduce {ABREAST_NBYTES} bytes")
+            group = self._beside if lane else self.group
+            self.do(lambda: group.allreduce([small[lane]]), f"all-reduce {ABREAST_NBYTES} bytes")
 
         carrying = [self._carrying("", native, on_lane, sharing * 2, each_s)]
-        for beside in groups[1:]:
-            beside.shutdown()
         if patterns:
             with self._staged(patterns) as run:
                 for name in patterns:
@@ -302,7 +301,7 @@ class _Prober:
                         run(name, small[lane], lane)
 
                     carrying.append(self._carrying(name, once, by_pattern, sharing, each_s))
-        if servers is not None and all(self.addresses):
+        if servers is not None and all(self.addresses) and self._device.type == "cpu":
             carrying.append(self._served(servers, buffer, sharing, each_s))
         native(4)  # all at once from here on: what computes gets slower by that, and its memory too
         # On an accelerator that computes it is no processor's work.
@@ -338,11 +337,15 @@ class _Prober:
 
         try:
             message_s, byte_s = self._counted(several, SERVED_NBYTES, sharing * pieces, each_s)
-            abreast_s = statistics.fmean(several(ABREAST_NBYTES) for _ in range(MAX_REPEATS))
+            repeats = round(each_s / max(1e-6, several(ABREAST_NBYTES)))
+            repeats = self._agree_in(self.group)(max(MIN_REPEATS, min(MAX_REPEATS, repeats)))
+            abreast_s = statistics.fmean(several(ABREAST_NBYTES) for _ in range(repeats))
             self._from(0, "leave servers")  # what others still fetch is there until then
-            return Carrying(pattern=SERVED, message_s=message_s, byte_s=byte_s, abreast_s=abreast_s)
-        finally:
-            servers.close()
+        except BaseException:
+            servers.abandon()
+            raise
+        servers.close()
+        return Carrying(pattern=SERVED, message_s=message_s, byte_s=byte_s, abreast_s=abreast_s, abreast=pieces)
 
     def _carrying(
         self, pattern: str, once: Callable[[int], None], on_lane: Callable[[int], None], sharing: int, each_s: float
@@ -383,8 +386,9 @@ class _Prober:
             return on_both(agree(max(4 * MIN_REPEATS, min(MAX_ABREAST, round(budget_s / once_s)))))
 
     def close(self) -> None:
-        if self.group is not None:
-            self.group.shutdown()
+        for group in (self.group, self._beside):
+            if group is not None:
+                group.shutdown()
 
     def _all_reduce(self, size: int, budget_s: float) -> list[Measurement]:
         group = self.group if size == self.world else self._group_of(size)
@@ -631,11 +635,11 @@ def osu_table(network: Network) -> str:
 
 
 def _in_words(found: Processors) -> Iterator[str]:
-    yield f"# processors: {found.ranks} ranks share {found.cores} cores; on each rank an all-reduce takes of them"
+    yield f"# processors: {found.ranks} ranks share {found.cores} cores; on each rank a message takes of them"
     for way in found.carrying:
         words = f"{1e6 * way.message_s:.0f} us, and {1e9 * way.byte_s:.2f} ns a byte"
         if way.abreast_s:
-            words += f"; two of {ABREAST_NBYTES} bytes abreast last {1e6 * way.abreast_s:.0f} us"
+            words += f"; {way.abreast} of {ABREAST_NBYTES} bytes abreast last {1e6 * way.abreast_s:.0f} us"
         yield f"#   by {way.pattern or NATIVE}: {words}"
 
 

@@ -93,7 +93,7 @@ class Planning:
         self._replanning = Replanning()
         self._cost: Cost | None = None
         self._next: Plan | None = None
-        self._same: Plan | None = None  # as what runs, if it is another object
+        self._same: Plan | None = None  # as what runs, until something else does
         self.observe()
 
     def observe(self) -> None:
@@ -114,6 +114,8 @@ class Planning:
     def take(self) -> Plan | None:
         """What is to be laid out now, if that is another plan."""
         plan, self._next = self._next, None
+        if plan is not None:
+            self._same = None
         return plan
 
     def put(self, plan: Plan) -> None:
@@ -228,11 +230,12 @@ class Planning:
         """Nothing is laid out anew for a plan that is the same. To find that out takes a microsecond a slice, so of
         each plan it is found out once."""
         self._next = None
-        if plan is not runs and plan is not self._same:
-            if plan == runs:
-                self._same = plan
-            else:
-                self._next = plan
+        if plan is runs or plan is self._same:
+            return
+        if plan == runs:
+            self._same = plan
+        else:
+            self._next = plan
 
     def asks(self, step: int, *, is_shut: bool) -> bool:
         """Whether this rank would have another plan. is_shut: the gate that it was made for is no longer there."""

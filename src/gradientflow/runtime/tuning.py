@@ -72,7 +72,7 @@ class Tuning:
         self._chosen: Plan | None = None
         self._not_before, self._patience = 0, PATIENCE
         self._is_put_off = False  # the default runs only until a race can be paid for
-        self._was_apart = False
+        self._was_apart = self._was_apart_before = False
         self._lost_s = 0.0
         self._keys = "", ""  # of the model and of the cluster
         self._remembered: Remembered | None = None  # and being checked
@@ -277,10 +277,7 @@ class Tuning:
         self._lose(exchange, began_s)
         self._trials, self._chosen = Trials(len(self._field), step, self._lost_s, self._turns), None
         self._tell(f"racing {', '.join(map(str, self._field))}")
-        if self._trials.winner is not None:
-            # Nobody to race with. What steps take now is what they are held against.
-            self._trials.found_s = [budget.step_s]
-            self._trials.settle(0)
+        if self._trials.winner is not None:  # nobody to race with
             self._chosen = self._field[0].plan
             self._not_before, self._patience = step + self._patience, 2 * self._patience
             self._tell("")
@@ -336,7 +333,10 @@ class Tuning:
     def step_began(self, exchange: Exchange, step: int, before_s: float, now_s: float) -> bool:
         """The one before began then. Collective when a round or a check ends. Returns whether a race has to begin,
         because what was remembered holds no longer."""
-        seconds, was_apart, self._was_apart = now_s - before_s, self._was_apart, False
+        seconds = now_s - before_s
+        # If every step is, that is what steps are like.
+        is_apart = self._was_apart and not self._was_apart_before
+        self._was_apart, self._was_apart_before = False, self._was_apart
         if self._remembered is not None:
             if step > self._trials.first:
                 self._checked.append(seconds)
@@ -345,7 +345,7 @@ class Tuning:
         racing = self._trials.winner is None
         if racing and step > self._trials.first:
             self._note_trial(self._trials.candidate(step - 1), step - 1, before_s, now_s)
-        if racing or not was_apart:  # in a race all have the same; after it, it is no drift
+        if racing or not is_apart:  # in a race all have the same; after it, it is no drift
             self._trials.took(step - 1, seconds)
         if racing and step >= self._trials.end:
             mine = self._trials.seen(now_s - self._began_s).model_dump_json()

@@ -375,9 +375,14 @@ class Cluster(Document):
         return Line(alpha_s=settings.launch_s + 2 * steps_s, beta_s_per_byte=beta_s_per_byte, host_s=settings.host_s)
 
     def carried_by(self, pattern: str) -> Carrying:
-        """What a message takes of processors."""
-        nothing = Carrying(message_s=0.0, byte_s=0.0)
-        return next((one for one in self.carrying if one.pattern == pattern), next(iter(self.carrying), nothing))
+        """What a message takes of processors; by the backend's own all-reduce where the pattern was not measured."""
+        wanted = (pattern, "", *(one.pattern for one in self.carrying))
+        found = (one for name in wanted for one in self.carrying if one.pattern == name)
+        return next(found, Carrying(message_s=0.0, byte_s=0.0))
+
+    def abreast_s(self, pattern: str, world: int) -> float:
+        """What small messages were seen to take beside others; 0: they were not, among so many workers."""
+        return self.carried_by(pattern).abreast_s if world == self.places else 0.0
 
     def encoding(self, codec: str) -> Encoding | None:
         """What a codec computes, by its name, whatever its arguments."""

@@ -494,7 +494,7 @@ def _load(
     return Load(
         before_s + traffic.rounds * startup_s,
         traffic.rounds * wire_s,
-        traffic.rounds * max(0.0, carrying.abreast_s - cost.seconds(ABREAST_NBYTES)),
+        traffic.rounds * max(0.0, cluster.abreast_s(pattern, world) - cost.seconds(ABREAST_NBYTES)),
         overheads.interference_s_per_byte * traffic.sent_nbytes,
         links,
         encode_s,

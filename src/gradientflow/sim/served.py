@@ -73,7 +73,11 @@ def pieces(
 
     drag_s_per_byte = 2 * cluster.overheads.interference_s_per_byte
     crowding, carrying = cluster.processors.crowding, cluster.carried_by(SERVED)
-    startup_s = settings.startup_s + (carrying.abreast_s if carrying.pattern == SERVED else 0.0)
+    startup_s = settings.startup_s
+    if carrying.pattern == SERVED:
+        # In it was, in the mean, what processors did for half of the pieces that were under way with this one.
+        others_s = carrying.abreast / 2 * crowding * carrying.message_s
+        startup_s += max(0.0, cluster.abreast_s(SERVED, world) - others_s)
 
     def cores_s(nbytes: int, server: int) -> float:
         """As it was measured; else a hop takes of processors what it takes in a ring, which has 2 (p - 1) on each of p

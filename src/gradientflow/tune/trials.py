@@ -166,6 +166,8 @@ class Trials:
         if self.winner is not None:
             self._recent = [*self._recent, seconds][-WINDOW:]
             self._num_after += 1
+            if not self.expected_s and self.recent_s is not None:
+                self.expected_s = self.recent_s  # there was no race to tell
         elif self._round_first <= step < self.end:
             self._num_spent += 1
             if (step - self._round_first) % self._block >= self._turns.skipped:
