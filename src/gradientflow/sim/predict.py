@@ -27,7 +27,6 @@ from gradientflow.documents import Record
 from gradientflow.errors import UsageError
 from gradientflow.lab.stragglers import Straggling
 from gradientflow.lab.workloads import timed
-from gradientflow.network import ABREAST_NBYTES
 from gradientflow.plan import Message, Plan
 from gradientflow.profiles import Profile
 from gradientflow.recipe import Choice, Recipe
@@ -494,7 +493,7 @@ def _load(
     return Load(
         before_s + traffic.rounds * startup_s,
         traffic.rounds * wire_s,
-        traffic.rounds * max(0.0, cluster.abreast_s(pattern, world) - cost.seconds(ABREAST_NBYTES)),
+        traffic.rounds * max(0.0, cluster.abreast_s(pattern, world) - startup_s),
         overheads.interference_s_per_byte * traffic.sent_nbytes,
         links,
         encode_s,
