@@ -211,16 +211,17 @@ def test_what_is_done_between_steps_is_no_drift(every: int, said: bool, drifts: 
 
 
 def test_where_there_is_no_rival_another_race_may_come() -> None:
-    """No time for any plan but the default; later steps take thrice as long, and there is time."""
-    job = Job(lambda plan, step: 1.0 if step < 300 else 3.0)
+    """No time for any plan but the default; when steps have paid for more, there is."""
+    job = Job(by_schedule(lazy=1.0, merge=0.8, flow=0.9))
     job.step = BEFORE
     nothing = Budget(0.0, 1.0, elapsed_s=3.0)
     job.tuning.begin(job.exchange, 0, PROFILE, COST, BEFORE, nothing, 0.0, gated=False, whole=False)
     assert not job.tuning.is_racing and not job.tuning.is_put_off
-    job.run(290)
+    job.run(PATIENCE - 1)
     assert not job.num_races
-    job.run(100)
-    assert job.num_races == 1 and len(job.tuning.notes.races[0].tried) > 1
+    job.run(1000)
+    [race] = job.tuning.notes.races
+    assert job.num_races == 1 and len(race.tried) == MOST and race.winner.recipe.startswith("merge")
 
 
 def test_where_time_is_short_few_plans_are_made() -> None:

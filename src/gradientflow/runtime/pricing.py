@@ -27,8 +27,8 @@ LEAN = (NATIVE, "ring", "halving", "levels", *HALVES)
 REPEATS = 3
 #: Of those up to `SMALL`, which on busy processors take twice as long one time as another: plans follow from them.
 REPEATS_OF_SMALL = 9
-#: Where time is short.
-LEAST_REPEATS = 2
+#: Where time is short. Up to 256 KiB: links may let smaller ones through at once (the lab's do).
+LEAST_REPEATS, LEAST_SIZES = 2, 4
 #: Steps in which a codec that is new may do otherwise than it will.
 SETTLING = 2
 
@@ -95,11 +95,7 @@ class _Samples:
     def collect(self, names: Sequence[str], within_s: float) -> TooDear | None:
         """Collective. Rounds until there are enough, or until there is no time for another. None: there are enough."""
         if within_s < math.inf:
-            # A first time opens connections. By one way, the others are taken to be alike: if there is no time for all
-            # of them, not much is to be lost by finding that out.
-            self._round(names[:1], large=True)
-            *seconds, spent_s = self._agreed(self._round(names[:1], large=True))
-            least_s = (1 + LEAST_REPEATS) * len(names) * sum(seconds)
+            least_s, spent_s = self._fit(names, within_s)
             if spent_s + least_s > within_s:
                 return TooDear(spent_s + least_s)
         for number in range(1 + REPEATS_OF_SMALL):
@@ -116,6 +112,23 @@ class _Samples:
             if spent_s + next_s > within_s:
                 break
         return None
+
+    def _fit(self, names: Sequence[str], within_s: float) -> tuple[float, float]:
+        """Collective. Leaves out the largest sizes if there is no time for them: on a slow link they take as long as
+        their bytes. Returns the least that the others will take, and what that took to find out: each is sent once, by
+        one way, others are taken to be alike."""
+        times = (1 + LEAST_REPEATS) * len(names)
+        _once(self._exchange, names[0], self._buffer[:1], self._step)  # opens connections
+        fitting_s, last_s, spent_s = 0.0, 0.0, 0.0
+        for number, nbytes in enumerate(self._sizes):
+            next_s = last_s * nbytes / self._sizes[max(0, number - 1)]
+            if number >= LEAST_SIZES and spent_s + next_s + times * (fitting_s + next_s) > within_s:
+                self._sizes = self._sizes[:number]
+                break
+            took_s = _once(self._exchange, names[0], self._buffer[: nbytes // 4], self._step)
+            last_s, _, spent_s = self._agreed((took_s, 0.0))
+            fitting_s += last_s
+        return times * fitting_s, spent_s
 
     def table(self, name: str) -> CostTable:
         """host_s is of all threads: what a lane or the backend's own threads take is missing where training computes,

@@ -39,6 +39,8 @@ PATIENCE = 100
 #: With a codec and without. A step more than memories take to be empty gives momentum back to the optimizer. More steps
 #: than `auto` has: there are two plans, seldom three, and they may differ by little.
 CODECS = Turns(first_block=CLEARED + 8, block=CLEARED + 8, skipped=CLEARED + 2, rounds=5)
+#: What a race that was cut short has cost, so many times, is to be paid for by steps before the next.
+AGAIN = 2.0
 #: Wishes, as ranks tell them to each other.
 ANEW, BACK, NONE = "anew", "back", ""
 
@@ -72,6 +74,7 @@ class Tuning:
         self._chosen: Plan | None = None
         self._not_before, self._patience = 0, PATIENCE
         self._is_put_off = False  # the default runs only until a race can be paid for
+        self._is_cut = False  # there was no time for all that were worth a try, as this rank knows
         self._was_apart = self._was_apart_before = False
         self._lost_s = 0.0
         self._keys = "", ""  # of the model and of the cluster
@@ -263,13 +266,15 @@ class Tuning:
         own: tuple[Candidate, ...] = ()
         if exchange.rank == planner:
             spent_s = self._recorder.clock() - began_s + budget.planning_s
+            most = budget.num_rivals(spent_s, MOST)
+            self._is_cut = most < MOST
             found = candidates(
                 observed,
                 exchange.num_lanes,
                 cost,
                 gated=gated,
                 whole=whole,
-                most=budget.num_rivals(spent_s, MOST),
+                most=most,
                 within_s=budget.planning_s,
             )
             own = self._with_what_runs(found, gated)
@@ -401,8 +406,10 @@ class Tuning:
         if self._is_put_off:
             return ANEW
         elapsed_s = self._recorder.clock() - self._began_s
-        affordable = self._lost_s < allowance_s(self._trials.expected_s, elapsed_s)
-        if self._trials.has_drifted and affordable:
+        may_s = allowance_s(self._trials.expected_s, elapsed_s)
+        if self._trials.has_drifted and self._lost_s < may_s:
+            return ANEW
+        if (self._is_cut or self._trials.was_cut) and AGAIN * self._lost_s < may_s:
             return ANEW
         if self.notes.doing:  # steps are what they were before what was put off had to be
             self._tell("")

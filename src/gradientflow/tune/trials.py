@@ -139,6 +139,8 @@ class Trials:
         self.found_s: list[float] = []
         self.expected_s = 0.0
         self.lost_s = 0.0
+        #: By what it may cost, before it was decided.
+        self.was_cut = False
 
     @property
     def _block(self) -> int:
@@ -198,7 +200,8 @@ class Trials:
         self._round_first, self._round = self.end, self._round + 1
         self.running = [each for each in self.running if least[each] <= drop * found[quickest]]
         may_s = allowance_s(found[quickest], max(one.elapsed_s for one in everybodys)) - self._before_s
-        if self.end - self.first > longest(self.number, self._turns) or len(self.running) == 1 or self.lost_s > may_s:
+        self.was_cut = len(self.running) > 1 and self.lost_s > may_s
+        if self.end - self.first > longest(self.number, self._turns) or len(self.running) == 1 or self.was_cut:
             gains = found[quickest] < (1 - MARGIN) * found[0]
             self.settle(quickest if gains else 0)
 
