@@ -128,7 +128,8 @@ def main() -> None:
     worst = max(statistics.median(row["lost_percent"]) for row in rows)
     print(f"at most {worst:.1f} % in the median of a case; aimed at: {100 * SHARE:g} %")
     if given.out:
-        facts = {"date": now(), "machine": this_machine().model_dump(), "workers": given.workers, "steps": STEPS, "cases": rows}
+        facts = {"date": now(), "machine": this_machine().model_dump(), "workers": given.workers, "steps": STEPS}
+        facts["cases"] = rows
         given.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 
