@@ -409,7 +409,8 @@ class Tuning:
         may_s = allowance_s(self._trials.expected_s, elapsed_s)
         if self._trials.has_drifted and self._lost_s < may_s:
             return ANEW
-        if (self._is_cut or self._trials.was_cut) and AGAIN * self._lost_s < may_s:
+        was_cut = self._turns is PLANS and (self._is_cut or self._trials.was_cut)
+        if was_cut and AGAIN * self._lost_s < may_s:
             return ANEW
         if self.notes.doing:  # steps are what they were before what was put off had to be
             self._tell("")
